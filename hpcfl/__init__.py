@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from typing import Any
-
-    from hpcfl.api import Setting
-    from hpcfl.methods import Method
-    from hpcfl.results.comparison import Comparison
-    from hpcfl.results.run import Run
-
-__version__ = "0.1.0"
-
-
-def run(
-    *settings: Setting,
-    method: str | type[Method] | None = None,
-    dataset: Any = None,
-    out: str | Path | None = None,
-    fresh: bool = False,
-    quiet: bool = False,
-) -> Run | None:
-    """Start or resume a run, alone or under mpirun, and return it; see `hpcfl.api.run`. Collective."""
     from hpcfl.api import run
-
-    return run(*settings, method=method, dataset=dataset, out=out, fresh=fresh, quiet=quiet)
-
-
-def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
-    """Return the run in a folder, finished or running: its configuration, figures and models.
-
-    Args:
-        own_code: a Python file, or several, that may run if the run was made with them; no other code is run.
-
-    Raises:
-        hpcfl.errors.UserError: the folder has no run.
-    """
-    # every rank imports hpcfl, and none needs this
+    from hpcfl.results.comparison import compare
     from hpcfl.results.run import load_run
 
-    return load_run(path, own_code)
+__all__ = ["__version__", "compare", "load_run", "run"]
+__version__ = "0.1.0"
+
+_MODULES = {"run": "hpcfl.api", "load_run": "hpcfl.results.run", "compare": "hpcfl.results.comparison"}
+"""Where the functions are; every rank imports hpcfl, and none needs them before they are called."""
 
 
-def compare(*runs: Run) -> Comparison:
-    """Return how much better runs are than others on the same clients, and which of their keys differ.
-
-    Raises:
-        hpcfl.errors.UserError: they cannot be compared.
-    """
-    from hpcfl.results.comparison import compare
-
-    return compare(runs)
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

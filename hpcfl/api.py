@@ -14,7 +14,7 @@ from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.config.own_code import check_options
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source

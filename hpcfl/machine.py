@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -39,10 +38,7 @@ def _version(package: str) -> str:
 
 def processor() -> str:
     """Return the CPU's model name, or the architecture if the system does not report it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -59,8 +55,7 @@ def free_bytes(root: Path = ROOT) -> float:
 
 def peak_bytes() -> int:
     """Return the peak memory of this process; 0 if unknown."""
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
@@ -69,9 +64,7 @@ def _meminfo(root: Path, name: str) -> float:
         lines = (root / "proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
     except (OSError, StopIteration):
-        # such as a Mac
-        is_known = root == ROOT and name == "MemTotal" and "SC_PHYS_PAGES" in os.sysconf_names
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if is_known else math.inf
+        return math.inf
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -98,6 +91,6 @@ def _used(folder: Path, used: str, kind: str) -> int:
 
 
 def boot_id() -> str:
-    """Return Linux's unique id of this boot of this machine; empty on other systems."""
+    """Return the unique id of this boot of this machine; empty in a container without it."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -26,7 +26,7 @@ from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import BROKEN_PIPE, FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
 from hpcfl.formatting import did_you_mean
 from hpcfl.registries import load_config

@@ -82,7 +82,7 @@ class PrivateUploads:
         sent = {name: down[name] + factors.unsqueeze(1) * update for name, update in updates.items()}
         return up | Message(per_client=sent, num_clients=up.num_clients)
 
-    def alike(self, cohort: Cohort) -> Cohort:
+    def with_equal_weights(self, cohort: Cohort) -> Cohort:
         """Return the cohort as the average sees it: with privacy, all clients have the same weight."""
         if not self.is_on:
             return cohort

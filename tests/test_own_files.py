@@ -170,7 +170,7 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
         (
             "data.partition.path",
             HALVES.replace("samples", "path"),
-            ": HalvesOptions has path, and data.partition.path is another thing; rename it",
+            ": HalvesOptions has path, but data.partition.path is reserved; rename it",
         ),
     ],
 )

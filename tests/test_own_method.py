@@ -124,7 +124,7 @@ def test_another_file_is_another_run(
         ),
         (
             "from hpcfl.methods.fedavg import FedAvg\nclass A(FedAvg):\n    name = 'fedavg'\n",
-            " brings fedavg, a name that hpcfl or another file has already; give it another",
+            " defines fedavg, but that name is already in use; choose another",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -
             [],
             "method.left_out is not given and has no default; ",
         ),
-        (("left_out", "code"), [], "TrimmedMeanParams has code, and method.code is another thing; rename it"),
+        (("left_out", "code"), [], "TrimmedMeanParams has code, but method.code is reserved; rename it"),
     ],
 )
 def test_mistakes_with_an_own_method(

@@ -9,7 +9,7 @@ from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import config_of, run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import Network, measured
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.setup.experiment import load_data, make_method

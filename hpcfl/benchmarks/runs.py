@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
@@ -154,8 +154,6 @@ def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> 
 
 
 def _age_s() -> float:
-    """Return the seconds since this process was started; 0 where the system does not tell."""
-    if not Path("/proc/self/stat").exists():
-        return 0.0
+    """Return the seconds since this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

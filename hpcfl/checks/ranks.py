@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hpcfl.checks.alike import Facts, by_node, compare_nodes, node_facts, place
 from hpcfl.checks.findings import Findings, gather_facts, ranges
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.formatting import aligned, clock, readable_bytes
 from hpcfl.machine import free_bytes
 

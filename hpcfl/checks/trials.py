@@ -17,7 +17,7 @@ from hpcfl.checks.alike import place
 from hpcfl.checks.findings import Findings, gather_facts
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import measured
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
 from hpcfl.registries import load_config
@@ -25,7 +25,7 @@ from hpcfl.samples import SampleType
 from hpcfl.setup.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import FolderLock, Holder, holder
-from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, LedgerTable, Rows, Snapshot
+from hpcfl.storage.snapshot import DataRecord, LedgerTable, Rows, Snapshot
 
 NUM_WRITTEN = 2**22
 """Numbers in the checkpoint: 17 MB."""
@@ -102,8 +102,10 @@ def _new_folder(out: Path, at_exit: ExitStack) -> Path:
 def _write_checkpoint(folder: Path) -> float:
     """Write a checkpoint, which is synced and verified, and return the seconds."""
     snapshot = Snapshot(
-        Header("doctor", 1, load_config(None, []).yaml()),
-        LayoutRecord((), ()),
+        "doctor",
+        1,
+        load_config(None, []).yaml(),
+        ((), ()),
         DataRecord(SampleType((1, 1, 1)), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
         {"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
         {},

@@ -18,7 +18,7 @@ def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     seeds, such as A-s0 B-s0 A-s1 B-s1, are combined.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
-    print(compare([load_run(path) for path in parser().parse_args(arguments).runs]))
+    print(compare(*map(load_run, parser().parse_args(arguments).runs)))
 
 
 def parser() -> Parser:

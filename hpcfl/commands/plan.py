@@ -15,7 +15,7 @@ import torch
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds

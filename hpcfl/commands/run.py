@@ -11,7 +11,7 @@ from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import next_command, summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.experiment import build
@@ -92,7 +92,7 @@ def run(
             return outcome
         report = _write_report(path, progress) if config.run.report else None
         # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config, world), f"  in {path}"]
+        lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
         for line in [*lines, f"compare with\n  {next_command(options, config, world.size)}"]:
             progress.say(line)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcfl.commands.arguments import RunOptions, command_line
-from hpcfl.communication.communicator import Communicator
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named
@@ -16,7 +15,7 @@ from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 
 
-def summary(outcome: Outcome, ledger: Ledger, config: Config, world: Communicator) -> Iterator[str]:
+def summary(outcome: Outcome, ledger: Ledger, config: Config) -> Iterator[str]:
     """Yield lines on a run that has no round left: how it ended, and its figures."""
     if outcome == "already finished":
         last = f"{ledger.last('round'):.0f}"
@@ -37,7 +36,6 @@ def summary(outcome: Outcome, ledger: Ledger, config: Config, world: Communicato
     if config.privacy.unit is not None:
         privacy = f"epsilon {ledger.last(EPSILON):.3g}, delta {config.privacy.delta_in_use:g}"
         more[f"privacy of a {config.privacy.unit}"] = privacy
-    moved = {"MPI, into rank 0": f"{readable_bytes(world.bytes_received)} in this start"}
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
@@ -46,7 +44,6 @@ def summary(outcome: Outcome, ledger: Ledger, config: Config, world: Communicato
         **more,
         "best round": f"{best:.2%} (round {best_round})",
         "bytes down, up": f"{down}, {up}",
-        **(moved if world.size > 1 else {}),
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import flatten
+from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
 from hpcfl.results.run import ENDED, Run
@@ -128,7 +128,7 @@ def _state(run: Run) -> str:
         "running": f"running, {owner}; {ago}",
         "stopped": f"stopped; {ago}",
         "killed": f"killed or failed, {owner} is gone; {ago}",
-        "out of sight": f"the lock of {owner} cannot be seen from here; {ago}",
+        "unknown": f"locked by {owner}; this machine cannot see whether it still runs; {ago}",
     }[status.state]
 
 

@@ -183,7 +183,7 @@ class Channel:
         for entry in pickle.loads(self._world.broadcast_bytes(first)):
             frame = self._upload_frame(entry, message, cohort, coding)
             frames[entry.name] = frame
-            if coding is not None and coding.codec.for_frame(frame).remembers:
+            if coding is not None and coding.codec.for_frame(frame).uses_error_feedback:
                 coding.unsent.begin(frame)
         placement = self._placement(cohort)
         return _SentUpload(self._world, message, placement, self._own(placement), frames, sent, coding)
@@ -256,12 +256,12 @@ class Channel:
         if coding.sent is not None:
             return frame.after(coding.sent)
         of_rank = frame[own].after(coding.received)
-        if of_rank.known is None:
+        if of_rank.received_layers is None:
             return frame
         # only this rank's rows are read
         known = torch.zeros(num_rows, len(frame.sizes), dtype=torch.bool)
-        known[own] = of_rank.known
-        return replace(frame, known=known)
+        known[own] = of_rank.received_layers
+        return replace(frame, received_layers=known)
 
     def _blocks(self, row_size: int, num_rows: int) -> list[slice]:
         return _blocks(row_size, num_rows, self._world.max_elements)
@@ -355,20 +355,20 @@ class _SentUpload(Upload):
         self._world.broadcast(shares)
         frame, own = self._frames[name], list(self._own)
         rows = self._as_decoded(name).view(len(own), *frame.shape)
-        travels = None
+        sent_layers = None
         if frame.keep is not None:
             is_sent = frame.keep.view(-1, len(frame.sizes)).any(dim=0)
-            travels = spread(frame.sizes, is_sent)
+            sent_layers = spread(frame.sizes, is_sent)
             sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
-            rows = rows[..., travels]
+            rows = rows[..., sent_layers]
         total = FixedPointSum(rows, shares[:, own], sizes)
         total.add(self._world.maxima(total.bounds), shares.shape[1])
         for tensor in total.tensors:
             self._world.sum_on_server(tensor)
-        if travels is None:
+        if sent_layers is None:
             return total.value()
         sums = torch.zeros(len(shares), *frame.shape, dtype=frame.dtype)
-        sums[..., travels] = total.value()
+        sums[..., sent_layers] = total.value()
         return sums
 
     def _as_decoded(self, name: str) -> Tensor:
@@ -439,7 +439,7 @@ def _encoded(
     if coding is None or codec is IDENTITY:
         return codec.encode(numbers, frame)
     base = frame.base(coding.received.select(part))
-    if not codec.remembers:
+    if not codec.uses_error_feedback:
         return codec.encode(numbers, frame, base)
     unsent = frame.by_model(coding.unsent.read(frame.name, part))
     encoded = codec.encode(numbers, frame, base, unsent)
@@ -454,19 +454,19 @@ def _row_sizes(piece: Piece, num_rows: int) -> Tensor:
 
 def _pack(numbers: Tensor, piece: Piece) -> Tensor:
     """Flatten rows [c, M, ...], without the layers that are not sent."""
-    if piece.travels is None:
+    if piece.sent_layers is None:
         return numbers.contiguous().view(-1)
-    chosen = spread(piece.sizes, piece.travels.expand(len(numbers), -1))
+    chosen = spread(piece.sizes, piece.sent_layers.expand(len(numbers), -1))
     return torch.cat([row[:, mask].reshape(-1) for row, mask in zip(numbers, chosen, strict=True)])
 
 
 def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
     """Undo `_pack`; layers that were not sent are zero."""
     shape = (num_rows, piece.models, sum(piece.sizes))
-    if piece.travels is None:
+    if piece.sent_layers is None:
         return flat.view(shape)
     rows = torch.zeros(shape, dtype=piece.dtype)
-    chosen = spread(piece.sizes, piece.travels.expand(num_rows, -1))
+    chosen = spread(piece.sizes, piece.sent_layers.expand(num_rows, -1))
     sizes = _row_sizes(piece, num_rows).tolist()
     for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
         row[:, mask] = part.view(piece.models, -1)

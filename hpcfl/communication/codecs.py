@@ -60,7 +60,7 @@ class Frame:
     has_layers: bool
     keep: Tensor | None = None
     """Which layers are sent: bool [L], the same for all clients, or [C, L]; None: all."""
-    known: Tensor | None = None
+    received_layers: Tensor | None = None
     """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
 
     @staticmethod
@@ -74,7 +74,9 @@ class Frame:
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Frame:
         """Return the frame of some of the clients."""
-        return replace(self, keep=select_rows(self.keep, rows), known=select_rows(self.known, rows))
+        return replace(
+            self, keep=select_rows(self.keep, rows), received_layers=select_rows(self.received_layers, rows)
+        )
 
     def after(self, received: Message) -> Frame:
         """Return the frame with what the same clients received before."""
@@ -83,16 +85,16 @@ class Frame:
         rows = received[self.name]
         if rows.shape[1:] != self.shape or rows.dtype != self.dtype:
             return self
-        known = torch.ones(len(rows), len(self.sizes), dtype=torch.bool)
+        received_layers = torch.ones(len(rows), len(self.sizes), dtype=torch.bool)
         for mask in (received.layer_mask.get(self.name), self.keep):
-            known = known if mask is None else known & mask
-        return replace(self, known=known)
+            received_layers = received_layers if mask is None else received_layers & mask
+        return replace(self, received_layers=received_layers)
 
     def base(self, received: Message) -> Tensor | None:
         """Return what the clients received before, [C, M, W]; zero in other layers, None if nothing."""
-        if self.known is None:
+        if self.received_layers is None:
             return None
-        return self.where(self.known, self.by_model(received[self.name]), 0.0)
+        return self.where(self.received_layers, self.by_model(received[self.name]), 0.0)
 
     def by_model(self, rows: Tensor) -> Tensor:
         """Return rows [C, ...] as [C, M, W]."""
@@ -112,7 +114,7 @@ class Codec:
         self.settings = settings
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether clients keep the compression error (error feedback)."""
         return False
 
@@ -200,25 +202,25 @@ class TopK(Codec):
     description = "uploads: only the largest differences to the download; clients keep the rest for later"
 
     @property
-    def remembers(self) -> bool:
-        return self.settings.remembers
+    def uses_error_feedback(self) -> bool:
+        return self.settings.uses_error_feedback
 
     def takes(self, frame: Frame) -> bool:
-        return frame.name != BUFFERS and frame.has_layers and frame.known is not None
+        return frame.name != BUFFERS and frame.has_layers and frame.received_layers is not None
 
     def pieces(self, frame: Frame) -> list[Piece]:
         counts = tuple(map(self._count, frame.sizes))
         return [
             Piece(frame.dtype, frame.models, frame.sizes, self._as_they_are(frame)),
-            Piece(torch.float32, frame.models, counts, frame.known),
-            Piece(torch.int32, frame.models, counts, frame.known, is_index=True),
+            Piece(torch.float32, frame.models, counts, frame.received_layers),
+            Piece(torch.int32, frame.models, counts, frame.received_layers, is_index=True),
         ]
 
     def encode(
         self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
     ) -> list[Tensor]:
         assert base is not None
-        assert frame.known is not None
+        assert frame.received_layers is not None
         wanted = numbers - base if unsent is None else numbers - base + unsent
         values, indices = [], []
         for layer in wanted.split(frame.sizes, dim=-1):
@@ -229,14 +231,14 @@ class TopK(Codec):
         pieces = [numbers, torch.cat(values, dim=-1), torch.cat(indices, dim=-1)]
         if unsent is not None:
             left = wanted - self._laid_out(pieces[1], pieces[2], frame)
-            unsent.copy_(frame.where(frame.known, left, unsent))
+            unsent.copy_(frame.where(frame.received_layers, left, unsent))
         return pieces
 
     def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
         assert base is not None
-        assert frame.known is not None
+        assert frame.received_layers is not None
         whole, values, indices = pieces
-        return frame.where(frame.known, base + self._laid_out(values, indices, frame), whole)
+        return frame.where(frame.received_layers, base + self._laid_out(values, indices, frame), whole)
 
     def _count(self, size: int) -> int:
         # the decimal value: 0.07 * 100 is more than 7 in binary
@@ -244,8 +246,8 @@ class TopK(Codec):
 
     def _as_they_are(self, frame: Frame) -> Tensor:
         """Return which layers are sent that the clients did not receive, bool [C, L]."""
-        assert frame.known is not None
-        return ~frame.known if frame.keep is None else frame.keep & ~frame.known
+        assert frame.received_layers is not None
+        return ~frame.received_layers if frame.keep is None else frame.keep & ~frame.received_layers
 
     def _laid_out(self, values: Tensor, indices: Tensor, frame: Frame) -> Tensor:
         """Place the values of all layers at their indices, [C, M, W]; zeros elsewhere."""

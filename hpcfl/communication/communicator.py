@@ -102,8 +102,6 @@ class Communicator:
         self.workers_on_device = 1
         """Number of workers that share this rank's GPU, after `device` has chosen one."""
         self.host = socket.gethostname()
-        self.bytes_received = 0
-        """Bytes that this rank has received so far."""
         self.bytes_in_common = 0
         """Bytes so far that rank 0 has broadcast, or that were summed on the way to it. Each tensor counts
         once, also in a serial world."""
@@ -249,7 +247,6 @@ class Communicator:
         assert self._comm is not None
         received = _flat_array(part)
         self._wait(self._comm.Iscatterv(message, _message(received), root=0))
-        self.bytes_received += received.nbytes
         return part
 
     def gather(self, send: torch.Tensor, counts: Sequence[int]) -> torch.Tensor | None:
@@ -301,7 +298,6 @@ class Communicator:
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Start to overwrite a contiguous CPU tensor with the one that another rank sends."""
-        self.bytes_received += tensor.nbytes
         assert self._comm is not None
         pieces = self._pieces(_flat_array(tensor))
         return [self._comm.Irecv(_message(piece), rank, _DATA_TAG) for piece in pieces]
@@ -340,7 +336,6 @@ class Communicator:
             own = _message(piece)
             send, receive = (MPI.IN_PLACE, own) if self.is_server else (own, None)
             self._wait(self._comm.Ireduce(send, receive, op=MPI.SUM, root=0))
-        self.bytes_received += tensor.nbytes if self.is_server else 0
 
     def barrier(self) -> None:
         """Wait, without load on the core, until every rank has called it. Collective."""
@@ -375,7 +370,6 @@ class Communicator:
             return
         for piece in self._pieces(array):
             self._wait(self._comm.Ibcast(_message(piece), root=0))
-        self.bytes_received += 0 if self.is_server else array.nbytes
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
         """Split a flat array into pieces of at most `max_elements`."""
@@ -391,7 +385,6 @@ class Communicator:
             return
         message = None if out is None else _message(out, rank_counts)
         self._wait(self._comm.Igatherv(_message(array), message, root=0))
-        self.bytes_received += 0 if out is None else out.nbytes
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request; sleep longer and longer between checks."""

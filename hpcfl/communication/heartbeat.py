@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -115,11 +114,9 @@ class Heartbeat:
 def die_with_launcher() -> None:
     """Ask Linux to kill this process when its parent dies: mpirun, or mpirun's helper on this node.
 
-    Does nothing on other systems. A program between the two, such as a script that does not `exec` the rank,
+    A program between the two, such as a script that does not `exec` the rank,
     must end with the launcher itself.
     """
-    if sys.platform != "linux":
-        return
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:

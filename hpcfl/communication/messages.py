@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 BUFFERS = "buffers"
 """Name of the running statistics in a message; their bytes have a column of their own."""
@@ -32,7 +32,7 @@ class Piece:
     models: int
     sizes: tuple[int, ...]
     """Numbers of each layer in each model; a tensor that does not consist of layers counts as one layer."""
-    travels: Tensor | None = None
+    sent_layers: Tensor | None = None
     """Which layers are sent, bool [C, L] or [L]; None: all."""
     is_index: bool = False
     """Whether they are counted as indices."""
@@ -40,11 +40,11 @@ class Piece:
     def numbers(self) -> Tensor:
         """Return how many numbers of each layer are sent, int64 [C, L] or [L]."""
         counts = self.models * torch.tensor(self.sizes)
-        return counts if self.travels is None else self.travels * counts
+        return counts if self.sent_layers is None else self.sent_layers * counts
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Piece:
         """Return the piece of some of the clients."""
-        return replace(self, travels=select_rows(self.travels, rows))
+        return replace(self, sent_layers=select_rows(self.sent_layers, rows))
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,9 @@ class Message:
 
 def packed(bits: Tensor) -> Tensor:
     """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)]; the first bit of a byte is its highest."""
-    places = torch.arange(7, -1, -1, device=bits.device)
-    bytes_ = pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8)) << places
-    return bytes_.sum(dim=2).to(torch.uint8)
+    return torch.from_numpy(np.packbits(bits.numpy(force=True), axis=1)).to(bits.device)
 
 
 def unpacked(packed: Tensor) -> Tensor:
     """Undo `packed`: bool [C, 8 bytes], the last of which may be filled up with zeros."""
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(2) >> places) & 1).bool().flatten(1)
+    return torch.from_numpy(np.unpackbits(packed.numpy(force=True), axis=1)).bool().to(packed.device)

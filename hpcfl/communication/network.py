@@ -82,7 +82,7 @@ def measured(world: Communicator) -> Network:
         return Network(per_node)
     near = [rank - 1 for rank in range(1, world.size) if nodes[rank] == nodes[0]]
     far = [rank - 1 for rank in range(1, world.size) if nodes[rank] != nodes[0]]
-    latency_s = fastest_s(world, lambda: there_and_back(world, range(world.num_workers), 1)) / 2
+    latency_s = fastest_s(world, lambda: round_trip(world, range(world.num_workers), 1)) / 2
     return Network(per_node, latency_s, _rate(world, near, latency_s), _rate(world, far, latency_s))
 
 
@@ -90,11 +90,11 @@ def _rate(world: Communicator, workers: Sequence[int], latency_s: float) -> floa
     """Return the bytes per second to some workers and back; None without workers. Collective."""
     if not workers:
         return None
-    trip_s = fastest_s(world, lambda: there_and_back(world, workers, PROBE_BYTES))
+    trip_s = fastest_s(world, lambda: round_trip(world, workers, PROBE_BYTES))
     return 2 * len(workers) * PROBE_BYTES / max(1e-6, trip_s - 2 * latency_s)
 
 
-def there_and_back(world: Communicator, workers: Sequence[int], num_bytes: int) -> None:
+def round_trip(world: Communicator, workers: Sequence[int], num_bytes: int) -> None:
     """Send some workers this many bytes each, and receive them back. Collective."""
     counts = [num_bytes if worker in workers else 0 for worker in range(world.num_workers)]
     sent = torch.zeros(sum(counts), dtype=torch.uint8) if world.is_server else None

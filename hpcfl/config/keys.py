@@ -474,14 +474,14 @@ class CommConfig(Settings):
         return DEFAULT_TOPK_RATIO if self.topk_ratio is None else self.topk_ratio
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether clients remember what topk did not send."""
         return self.error_feedback is not False
 
     def in_use(self) -> dict[str, Any]:
         """Return the keys that affect a run, with the values in use; two runs that agree compress alike."""
         coded = [direction for direction in ("down", "up") if self.codes(direction)]
-        of_topk = {} if self.remembers else {"error_feedback": False}
+        of_topk = {} if self.uses_error_feedback else {"error_feedback": False}
         return {
             "codec": self.codec,
             "directions": coded,
@@ -511,9 +511,9 @@ class RunConfig(Settings):
     """Clients in one computation of the batched engine; default: 32, or on CUDA as many as its free memory
     holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
     placement: Literal["balanced", "home"] = Field("balanced", json_schema_extra=NO_RESULT)
-    """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
-    visit less busy workers, with their samples and state, where clients train one at a time. Changes no
-    result."""
+    """Which worker trains a client of a round. home: the one that keeps it. balanced: some clients of a
+    round train on a less busy worker, with their samples and state, where clients train one at a time.
+    Changes no result."""
     on_divergence: Literal["stop", "skip", "continue"] = Field("stop", json_schema_extra=NO_RESULT)
     """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
     stop: the run ends with exit code 3, and its newest checkpoint stays; it also ends if the loss of a scored
@@ -604,17 +604,8 @@ class Config:
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
         data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
-        return {
-            "method": self.method.tree(),
-            "data": data,
-            "model": self.model.tree(),
-            "train": self.train.model_dump(),
-            "clients": self.clients.model_dump(),
-            "server": self.server.model_dump(),
-            "privacy": self.privacy.model_dump(),
-            "comm": self.comm.model_dump(),
-            "run": self.run.model_dump(),
-        }
+        others = {group: getattr(self, group).model_dump() for group in COMMON if group != "data"}
+        return {"method": self.method.tree(), "data": data, "model": self.model.tree(), **others}
 
     def yaml(self) -> str:
         return yaml.safe_dump(self.tree(), sort_keys=False)

@@ -77,9 +77,7 @@ class OwnFile:
     def add_to(self, known: dict[str, Any], name: str, value: Any) -> None:
         """Register what the file defines under a name; UserError if the name is taken."""
         if known.setdefault(name, value) is not value:
-            raise UserError(
-                f"{self.place} brings {name}, a name that hpcfl or another file has already; give it another"
-            )
+            raise UserError(f"{self.place} defines {name}, but that name is already in use; choose another")
         _added.add((self.key, name))
 
 
@@ -90,7 +88,7 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
     for key in RESERVED_OPTIONS:
         if key in options.model_fields:
             raise UserError(
-                f"{place}: {options.__name__} has {key}, and {group}.{key} is another thing; rename it"
+                f"{place}: {options.__name__} has {key}, but {group}.{key} is reserved; rename it"
             )
 
 

@@ -90,16 +90,11 @@ class Shard:
     def of_others(
         self, clients: Sequence[int], samples: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
     ) -> Shard:
-        """Return a shard of other clients on this device, given each one's (x, y) by split.
-
-        A split that is left out is empty.
-        """
-        nothing = (self.x[:0], self.y[:0])
-        pieces = [pair for split in SPLITS for pair in samples.get(split, [nothing] * len(clients))]
+        """Return a shard of other clients on this device, given each one's (x, y) by split."""
+        pieces = [pair for split in SPLITS for pair in samples[split]]
         device = self.x.device
-        x = torch.cat([nothing[0], *(x.to(device) for x, _ in pieces)])
-        x = _channels_last(x)
-        y = torch.cat([nothing[1], *(y.to(device) for _, y in pieces)])
+        x = _channels_last(torch.cat([self.x[:0], *(x.to(device) for x, _ in pieces)]))
+        y = torch.cat([self.y[:0], *(y.to(device) for _, y in pieces)])
         return Shard(clients, x, y, *_places([len(y) for _, y in pieces], len(clients)))
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.config.messages import one_of
 from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets

@@ -145,4 +145,4 @@ def gradient_towards(clients: ClientGroup, loss: Loss, targets: Tensor, is_known
     def known(batch: Batch) -> Tensors:
         return {"targets": targets[batch.members], "is_known": is_known[batch.members]}
 
-    return clients.gradient_beside(loss, known)
+    return clients.gradient_with_constants(loss, known)

@@ -125,7 +125,7 @@ class MethodAdapter:
         if len(cohort):
             if self.method.averages_buffers and not self.method.traits.averages_own_buffers:
                 averaged = weighted_means(up, {BUFFERS: cohort.num_samples})
-            self.method.aggregate(server, self._private.alike(cohort), up)
+            self.method.aggregate(server, self._private.with_equal_weights(cohort), up)
         up.drain()
         # with privacy, the model also moves in a round without clients: by noise
         if len(cohort) or self._private.is_on:

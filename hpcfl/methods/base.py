@@ -36,6 +36,7 @@ from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
 from hpcfl.samples import SampleType
 from hpcfl.training.client_group import ClientGroup, GradientOf
+from hpcfl.training.losses import class_probabilities
 
 State = Tensors
 """What a server or client keeps, by name."""
@@ -383,7 +384,7 @@ class Method:
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
-        return clients.probabilities(model, position, x)
+        return clients.outputs(model, position, class_probabilities, x)
 
     def as_module(self, model: Tensors) -> nn.Module:
         """Return a client's evaluated model as a module from images to logits, whose softmax is `predict`'s.

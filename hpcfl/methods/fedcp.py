@@ -94,7 +94,7 @@ class FedCP(FedPer):
             tensors = {"context": context[batch.members], "noise": noise}
             return tensors if taught is None else tensors | {"taught": batch.pick(taught)}
 
-        return clients.gradient_beside(self._loss, known)
+        return clients.gradient_with_constants(self._loss, known)
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta = tensors["theta"]

@@ -41,7 +41,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import sample_losses
+from hpcfl.training.losses import class_probabilities, sample_losses
 
 
 class FedEMParams(Params):
@@ -112,7 +112,7 @@ class FedEM(FedAvg):
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""
         scores = [
-            clients.probabilities({"theta": theta, BUFFERS: buffers}, position, x)
+            clients.outputs({"theta": theta, BUFFERS: buffers}, position, class_probabilities, x)
             for theta, buffers in zip(model["theta"].unbind(1), model[BUFFERS].unbind(1), strict=True)
         ]
         return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))

@@ -55,7 +55,7 @@ class FedLC(FedAvg):
         def known(batch: Batch) -> Tensors:
             return {"margins": margins[batch.members]}
 
-        gradient = clients.gradient_beside(calibrated_loss, known)
+        gradient = clients.gradient_with_constants(calibrated_loss, known)
         return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def margins(self, counts: Tensor) -> Tensor:

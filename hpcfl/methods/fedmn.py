@@ -273,7 +273,7 @@ class FedMN(TwoPhaseMethod):
                 tensors["dropout_mask"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
             return tensors
 
-        plain = clients.gradient_beside(self._loss, known)
+        plain = clients.gradient_with_constants(self._loss, known)
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             slopes, losses = plain(theta, batch)

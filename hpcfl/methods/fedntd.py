@@ -52,7 +52,7 @@ class FedNTD(FedAvg):
         def known(batch: Batch) -> Tensors:
             return {"z_w": batch.pick(table)}
 
-        gradient = clients.gradient_beside(self._loss, known)
+        gradient = clients.gradient_with_constants(self._loss, known)
         return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:

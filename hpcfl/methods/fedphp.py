@@ -78,7 +78,7 @@ class FedPHP(OwnBesideGlobal):
         def known(batch: Batch) -> Tensors:
             return {"taught": batch.pick(taught), "share": share[batch.members]}
 
-        theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
+        theta = clients.sgd(down["theta"], gradient=clients.gradient_with_constants(self._loss, known)).theta
         kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
         clients.buffers = torch.lerp(clients.buffers, buffers, kept)

@@ -116,7 +116,7 @@ class GPFL(FedPer):
         def known(batch: Batch) -> Tensors:
             return {"embeddings": embeddings[batch.members], "shares": shares[batch.members]}
 
-        return clients.gradient_beside(self._loss, known)
+        return clients.gradient_with_constants(self._loss, known)
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta, received = tensors["theta"], tensors["embeddings"].detach()

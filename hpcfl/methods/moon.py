@@ -71,7 +71,7 @@ class Moon(FedAvg):
         def known(batch: Batch) -> Tensors:
             return {name: batch.pick(table) for name, table in tables.items()}
 
-        theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
+        theta = clients.sgd(down["theta"], gradient=clients.gradient_with_constants(self._loss, known)).theta
         clients["previous"], clients["count"] = theta, clients["count"] + 1
         if self.layout.buffer_size:
             clients["previous_buffers"] = clients.buffers.clone()

@@ -88,12 +88,14 @@ class PFedGraph(ModelBank):
         return Message(per_client={"theta": clients["theta"]})
 
     def server_diagnostics(self, server: State) -> State:
-        """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
+        """Return the weights [N, N] of the next round, nan while there are none; nothing of more than
+        HISTORY_LIMIT entries."""
         count, known = self.context.num_clients, self.known(server)
-        if count**2 > HISTORY_LIMIT or not len(known):
+        if count**2 > HISTORY_LIMIT:
             return {}
-        graph = torch.zeros(count, count)
-        graph[:, known] = self.weights(server["models"], known, range(count)).to(graph)
+        graph = torch.full((count, count), 0.0 if len(known) else torch.nan)
+        if len(known):
+            graph[:, known] = self.weights(server["models"], known, range(count)).to(graph)
         return {"collaboration": graph}
 
     def weights(self, models: Tensor, known: Tensor, clients: Sequence[int]) -> Tensor:

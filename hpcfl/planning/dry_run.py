@@ -21,7 +21,7 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
@@ -190,6 +190,7 @@ class _Rounds(Simulation):
     ) -> None:
         super().__init__(experiment, world, stop, Progress(), folder)
         self._members, self._path = members, folder.path
+        self._found = Evaluation.zeros(len(experiment.num_train))
         experiment.place_state()
         self.server, _ = self._saver.start()
         self._work = experiment.worker_context.work
@@ -260,10 +261,10 @@ class _Rounds(Simulation):
 
     def _scored(self, done: int, send_s: float) -> tuple[float, Message]:
         """Return the seconds of a sample or mini-batch in an evaluation, and a group's models."""
-        found, seconds = Evaluation.zeros(self._federation.num_clients), []
+        seconds = []
         for _ in range(2):
             began_s = time.monotonic()
-            models = list(self._evaluator.models(self.server, self._cohort(done), found))
+            models = list(self._evaluator.models(self.server, self._cohort(done), self._found))
             seconds.append(time.monotonic() - began_s)
         of_cohort = self._experiment.num_evaluated[: len(self._members)]
         units = sum(self._batches) if self.config.train.finetune_epochs else int(of_cohort.sum())
@@ -274,9 +275,9 @@ class _Rounds(Simulation):
         federation = self._federation
         if not federation.num_unseen:
             return 0.0, Message()
-        found, cohort = Evaluation.zeros(1), federation.unseen_cohort(done, [federation.num_clients])
+        cohort = federation.unseen_cohort(done, [federation.num_clients])
         began_s = time.monotonic()
-        (model,) = self._evaluator.adapted(self.server, cohort, found)
+        (model,) = self._evaluator.models(self.server, cohort, self._found)
         seconds = time.monotonic() - began_s
         of_unseen = self._experiment.num_train[federation.num_clients :]
         return seconds / sum(batches_of(of_unseen, self._work, federation.num_clients)), model

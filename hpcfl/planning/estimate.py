@@ -15,7 +15,7 @@ import torch
 
 from hpcfl.communication.communicator import shard_of
 from hpcfl.communication.network import Load, Network
-from hpcfl.config import RunConfig
+from hpcfl.config.keys import RunConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of

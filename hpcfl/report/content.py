@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpcfl.config import flatten
+from hpcfl.config.keys import flatten
 from hpcfl.errors import UserError
 from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import Config, differences
+from hpcfl.config.keys import Config
+from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
 from hpcfl.results.run import Run, scored_when
@@ -83,7 +84,7 @@ class Comparison:
         return "\n\n".join(map("\n".join, tables))
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(*runs: Run) -> Comparison:
     """Compare finished runs on the same samples of the same clients.
 
     Runs that differ only in their seeds form one entry, if all entries then have the same seeds; otherwise

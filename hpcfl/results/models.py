@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Message
-from hpcfl.config import Config
-from hpcfl.config.keys import Layout
+from hpcfl.config.keys import Config, Layout
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.npz import as_pixels, as_tokens
 from hpcfl.data.partitions import ClientIndices
@@ -25,9 +24,8 @@ from hpcfl.data.shard import Shard
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
-from hpcfl.setup.experiment import describe, load_data, method_of
+from hpcfl.setup.experiment import method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.snapshot import DataRecord, LayoutRecord
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
@@ -41,16 +39,11 @@ class TrainedModels:
 
     def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
         self.config, self._checkpoint = config, checkpoint
-        self.path = checkpoint.path
-        self.round = checkpoint.header.round
+        self.path, self.data = checkpoint.path, checkpoint.data
+        self.round = checkpoint.round
         """Number of rounds that these models were trained."""
         self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
         """Clients that have a model after the last round, including those that take no part in training."""
-
-    @cached_property
-    def data(self) -> DataRecord:
-        """Description of the networks' input; for older checkpoints without it, the data set is read."""
-        return self._checkpoint.data or describe(self.config.data, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:
@@ -65,7 +58,7 @@ class TrainedModels:
             # the run has printed these warnings already
             warnings.simplefilter("ignore")
             method = method_of(config, self.data)
-        if LayoutRecord.of(method.layout) != self._checkpoint.layout:
+        if (method.layout.parameters, method.layout.buffers) != self._checkpoint.layout:
             raise UserError(
                 f"{self.path} holds a model of another structure, written by another version of hpcfl or of "
                 "torchvision; use that version"
@@ -101,7 +94,7 @@ class TrainedModels:
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.path} holds no model of method.name={self.config.method.name}: its parts do not fit "
-                f"({one_line(error)}); bring it back from a copy, or name the folder of another run"
+                f"({one_line(error)}); restore it from a backup, or name the folder of another run"
             ) from error
 
     @property

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from hpcfl.config import ENVIRONMENT, Config
-from hpcfl.config.keys import Layout
+from hpcfl.config.keys import ENVIRONMENT, Config, Layout
 from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
@@ -25,7 +24,7 @@ from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import ACCURACY_VAL, has_stopped
+from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
@@ -33,12 +32,12 @@ LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
 
 _NO_CHECKPOINT = (
-    "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
-    "back from a copy, or name the folder of another run"
+    "its models and histories are lost, the figures in its CSV files are not; restore the checkpoint "
+    "from a backup, or name the folder of another run"
 )
 
-State = Literal["running", "finished", "stopped", "killed", "out of sight"]
-"""`stopped`: the lock is released; `killed`: it is not. `out of sight`: on another machine, may be
+State = Literal["running", "finished", "stopped", "killed", "unknown"]
+"""`stopped`: the lock is released; `killed`: it is not. `unknown`: on another machine, may be
 running."""
 
 ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
@@ -103,7 +102,7 @@ class Run:
             seen = holder(self.path)
             files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
             changed_s = max(path.stat().st_mtime for path in files if path.exists())
-            state: State = "killed" if seen.is_gone else "out of sight"
+            state: State = "killed" if seen.is_gone else "unknown"
             if self.is_finished:
                 state = "finished"
             elif seen.is_seen or not seen.owner:
@@ -126,8 +125,8 @@ class Run:
     def is_finished(self) -> bool:
         """Whether no round follows; clients.csv is written last, and deleted when a run is resumed."""
         known = self.metrics.get(ACCURACY_VAL, np.empty(0)).tolist()
-        is_over = self.done == self.rounds or has_stopped(known, self.record["train"].get("patience"))
-        return is_over and (self.path / "clients.csv").is_file()
+        patience = self.record["train"].get("patience")
+        return is_over(self.done, self.rounds, known, patience) and (self.path / "clients.csv").is_file()
 
     @cached_property
     def metrics(self) -> Columns:
@@ -275,7 +274,7 @@ class Run:
         if name in self.history:
             return self.history[name], self.history_rounds
         newest = self.checkpoint.newest(name)
-        return None if newest is None else (newest[None], np.array([self.checkpoint.header.round]))
+        return None if newest is None else (newest[None], np.array([self.checkpoint.round]))
 
     def layers(self, count: int) -> list[str]:
         """Return the names of the `count` layers of the method's models, in order."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import ShardedRows
-from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
+from hpcfl.config.keys import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
@@ -235,17 +235,19 @@ def assemble(
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes
-    engines = engines_of(config, method, network, device, world.workers_on_device, len(clients), beside)
+    training, evaluator, scorer, engine_name = engines_of(
+        config, method, network, device, world.workers_on_device, len(clients), beside
+    )
     worker_context = WorkerContext(
         shard,
         clients,
-        engines.training,
-        engines.evaluator,
+        training,
+        evaluator,
         config.train,
         config.run.seed,
         device,
         state,
-        engines.scorer,
+        scorer,
         augmentation_of(config.train, data, device),
         private_gradients(config, method, network),
         config.clients,
@@ -270,20 +272,9 @@ def assemble(
         num_train=np.array(list(map(len, train))),
         num_evaluated=np.array(list(map(len, evaluated))),
         samples_by_class=samples_by_class,
-        engine_name=engines.name,
+        engine_name=engine_name,
         state_device=kept_on,
     )
-
-
-@dataclass(frozen=True)
-class Engines:
-    """What trains and what scores the clients of a rank."""
-
-    training: Engine
-    evaluator: LoopEngine
-    scorer: BatchedScorer | None
-    name: str
-    """As `Experiment.engine_name`."""
 
 
 def engines_of(
@@ -294,8 +285,10 @@ def engines_of(
     sharing: int,
     num_clients: int,
     state_bytes: int,
-) -> Engines:
-    """Make a rank's engines; on a GPU, the memory that is then free decides on their settings.
+) -> tuple[Engine, LoopEngine, BatchedScorer | None, str]:
+    """Return what trains, evaluates and scores the clients of a rank, and its `Experiment.engine_name`.
+
+    On a GPU, the memory that is then free decides on the settings.
 
     Args:
         network: on the device.
@@ -306,13 +299,13 @@ def engines_of(
     smoothing = config.train.label_smoothing or 0.0
     evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
     if not is_batched(config.run.engine, device, config.model.name):
-        return Engines(evaluator, evaluator, None, "loop")
+        return evaluator, evaluator, None, "loop"
     at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, num_clients, state_bytes)
     # on a GPU the choice affects the last bits, so config.yaml records it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
     convolved = with_convolutions(network, config.run.convolutions)
     training = BatchedEngine(convolved, method.layout, at_once, smoothing)
-    return Engines(training, evaluator, BatchedScorer(network, method.layout), name)
+    return training, evaluator, BatchedScorer(network, method.layout), name
 
 
 def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) -> Augmentation | None:

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
@@ -26,8 +26,8 @@ def check_chain(method: Method, num_workers: int) -> None:
     """Raise UserError if several workers would train clients that must train one after the other."""
     if method.sequential is not None and num_workers > 1:
         raise UserError(
-            f"{method.sequential} trains a round's clients one after the other, and {num_workers} workers "
-            "would train them side by side; start one or two ranks, or drop it"
+            f"{method.sequential} trains a round's clients one after the other and needs a single worker, "
+            f"not {num_workers}: start one or two ranks, or remove this key"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,10 +21,7 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
-from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
-
-ModelsOf = Callable[[Cohort], Iterable[Message]]
-"""The evaluated models of this rank's members of a cohort, by group; collective."""
+from hpcfl.storage.snapshot import Block, Rows, RowShape, Snapshot
 
 
 class Saver:
@@ -45,9 +42,9 @@ class Saver:
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         world = self._federation.world
         server: State = run_collectively(
-            world, lambda: {} if checkpoint is None else self._taken_over(checkpoint)
+            world, lambda: {} if checkpoint is None else self._restore_server(checkpoint)
         )
-        done = world.maximum(checkpoint.header.round if checkpoint is not None else 0)
+        done = world.maximum(checkpoint.round if checkpoint is not None else 0)
         if checkpoint is not None:
             self._forget_off_schedule(done)
         elif world.is_server:
@@ -67,12 +64,10 @@ class Saver:
         """
         models = unseen = None
         if with_models:
-            federation, evaluator = self._federation, self._evaluator
-            models = partial(self._model_rows, partial(evaluator.models, server), federation.everyone(done))
+            federation = self._federation
+            models = partial(self._model_rows, server, federation.everyone(done))
             if federation.num_unseen:
-                unseen = partial(
-                    self._model_rows, partial(evaluator.adapted, server), federation.unseen(done)
-                )
+                unseen = partial(self._model_rows, server, federation.unseen(done))
         if self._folder is None:
             _take_part(self._client_rows())
             for of_clients in (models, unseen):
@@ -81,8 +76,10 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    Header(self._config.method.name, done, self._config.yaml()),
-                    LayoutRecord.of(self._method.layout),
+                    self._config.method.name,
+                    done,
+                    self._config.yaml(),
+                    (self._method.layout.parameters, self._method.layout.buffers),
                     self._federation.experiment.data,
                     server,
                     self._method.derived(server),
@@ -96,12 +93,13 @@ class Saver:
             write_job_note("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
 
-    def _taken_over(self, checkpoint: LoadedCheckpoint) -> State:
+    def _restore_server(self, checkpoint: LoadedCheckpoint) -> State:
         """Restore the ledger and return the server's state.
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        wrong = self._other_part(checkpoint)
+        part = self._first_mismatch(checkpoint)
+        wrong = None if part is None else f"{part} is missing or has another shape"
         if wrong is None:
             try:
                 self._ledger.restore(checkpoint.ledger, checkpoint.history)
@@ -109,14 +107,14 @@ class Saver:
                 wrong = one_line(error)
         if wrong is not None:
             raise UserError(
-                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong}); "
-                "bring this run's own back, or add --fresh to move the folder aside and start over"
+                f"{checkpoint.path} does not fit this run: {wrong}; restore this run's own checkpoint, "
+                "or add --fresh to move the folder aside and start over"
             )
         # the ledger has its own
         checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
-    def _other_part(self, checkpoint: LoadedCheckpoint) -> str | None:
+    def _first_mismatch(self, checkpoint: LoadedCheckpoint) -> str | None:
         """Name a part of the state that is missing or has another shape; extra parts, such as a codec's, are
         fine."""
         count, growing = self._federation.num_clients, self._method.traits.growing_state
@@ -202,26 +200,27 @@ class Saver:
     def _own_rows(self, cohort: Cohort) -> slice:
         """Return the rows of this rank's client state that belong to consecutive clients."""
         # a view: a selection of rows would be a second copy in GPU memory
-        rows = self._federation.own_rows(cohort)
+        federation = self._federation
+        rows = [federation.worker_context.clients.index(client) for client in federation.own(cohort)]
         return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
-    def _model_rows(self, evaluated: ModelsOf, cohorts: Iterator[Cohort]) -> Rows:
+    def _model_rows(self, server: State, cohorts: Iterator[Cohort]) -> Rows:
         """Return the evaluated models of all clients of some cohorts as rows to write. Collective.
 
         The first client's model gives their shapes; its row is the first.
         """
-        cohort = next(cohorts)
-        models = list(evaluated(cohort))
+        cohort, federation, models_of = next(cohorts), self._federation, self._evaluator.models
+        models = list(models_of(server, cohort))
         shared, first = self._first_model(models, cohort)
-        first_id, federation = cohort.clients[0], self._federation
-        count = federation.num_unseen if first_id else federation.num_clients
+        first_id = cohort.clients[0]
+        count = federation.num_unseen if federation.is_unseen(cohort) else federation.num_clients
         shapes = {name: _shape(row, 1 if name in shared else count) for name, row in first.items()}
 
         def blocks() -> Iterator[Block]:
             yield np.array([0]), {name: row for name, row in first.items() if name in shared}
             yield from self._model_blocks(cohort, models, shared, first_id)
             for other in cohorts:
-                yield from self._model_blocks(other, list(evaluated(other)), shared, first_id)
+                yield from self._model_blocks(other, list(models_of(server, other)), shared, first_id)
 
         return Rows(shapes, blocks())
 

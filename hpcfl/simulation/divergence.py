@@ -31,7 +31,7 @@ MAX_NAMED = 3
 _SKIP = "set run.on_divergence=skip in the same command"
 
 Diverged = Mapping[int, str]
-"""For each client that has diverged, in ascending order, which of its numbers are nan or infinite."""
+"""For each client that has diverged, in ascending order, which of its tensors have nan or infinity."""
 
 
 def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
@@ -48,8 +48,8 @@ def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
 
 
 def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict[int, str]:
-    """Return by position the members of a group that have diverged, and which of their numbers are nan or
-    infinite.
+    """Return by position the members of a group that have diverged, and which of their tensors have nan or
+    infinity.
 
     `figures` are those of `losses_and_extremes`, on the CPU.
     """
@@ -63,13 +63,7 @@ def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict
 def not_finite(state: State) -> str:
     """Name the tensors of the server's state that contain nan or infinity; "" if none does."""
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
-    return _listed(
-        [
-            _counted(name, value, torch.finfo(value.dtype).max)
-            for name, value in floating.items()
-            if not _is_finite(value)
-        ]
-    )
+    return _listed([name for name, value in floating.items() if not _is_finite(value)])
 
 
 class Divergence:
@@ -113,8 +107,9 @@ class Divergence:
             # nan in the server's state makes clients diverge: report the server first
             self.judge_server(server, cohort.round)
         if self._policy == "stop":
+            instead = f"{_SKIP} to leave such clients out of the round and continue"
             # if all clients have diverged, skip would train nothing
-            self._end(problem, "" if is_all else f"{_SKIP} to continue without such clients' rounds")
+            self._end(problem, "" if is_all else instead)
         before = self._ledger.diverged
         if self._policy == "skip" and not before[list(diverged)].all():
             self._progress.warn(f"{problem}: left out of the round (run.on_divergence=skip)")
@@ -194,18 +189,11 @@ def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:
 
 
 def _describe(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> str:
-    """Describe which numbers of a member of a group are nan or infinite."""
-    loss = float(losses[place])
-    found = [] if np.isfinite(loss) else [f"loss is {'nan' if np.isnan(loss) else 'infinite'}"]
-    found += [_counted(name, rows[place], LARGEST) for name, rows in _numbers(clients, up)]
-    return _listed([text for text in found if text])
-
-
-def _counted(name: str, numbers: Tensor, largest: float) -> str:
-    """Count the numbers of a tensor that are nan or above a magnitude, as text; "" if there are none."""
-    counts = {"nan": int(numbers.isnan().sum()), "infinite": int((numbers.abs() > largest).sum())}
-    text = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return f"{name} has {text} number{'s' * (sum(counts.values()) > 1)}" if text else ""
+    """Name the tensors of a member of a group that have numbers that are nan or infinite."""
+    found = [] if losses[place].isfinite() else ["loss"]
+    # not <=, for nan
+    found += [name for name, rows in _numbers(clients, up) if not rows[place].abs().max() <= LARGEST]
+    return _listed(found)
 
 
 def _is_finite(numbers: Tensor) -> bool:
@@ -213,6 +201,6 @@ def _is_finite(numbers: Tensor) -> bool:
     return bool(numbers.amax().isfinite() & numbers.amin().isfinite())
 
 
-def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - MAX_NAMED
-    return "; ".join([*texts[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])])
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join([*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -30,63 +31,46 @@ class Evaluator:
         self._scores_val = federation.config.train.patience is not None
 
     def evaluate(self, server: State, done: int) -> Evaluation:
-        """Score every client after `done` rounds. Collective."""
-        found = Evaluation.zeros(self._federation.num_clients)
-        for cohort in self._federation.everyone(done):
+        """Score every client after `done` rounds, unseen ones too. Collective."""
+        found = Evaluation.zeros(self._federation.num_clients + self._federation.num_unseen)
+        for cohort in self._everyone(done):
             # frees each group's models before the next are made; a loop variable would keep them
             deque(self.models(server, cohort, found), maxlen=0)
         return found
 
+    def _everyone(self, done: int) -> Iterator[Cohort]:
+        return chain(self._federation.everyone(done), self._federation.unseen(done))
+
     def models(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
         """Yield the evaluated models of this rank's members of a cohort, group by group.
 
-        When the iteration ends, the server's `found` holds their scores; None: they are not scored.
-        Collective: every rank must iterate to the end.
+        Clients that take no part in training adapt first, each time as new clients. When the iteration ends,
+        the server's `found` holds the scores; None: they are not scored. Collective: every rank must iterate
+        to the end.
         """
         rows = [torch.zeros(0, 4, dtype=torch.float64)]
-        is_same = self._method.traits.eval_after == "download" and not self._finetunes
-        for clients, down in self._federation.evaluation_downloads(server, cohort):
+        is_unseen = self._federation.is_unseen(cohort)
+        make = self._adapter.new_client_model if is_unseen else self._adapter.eval_model
+        is_same = is_unseen or (self._method.traits.eval_after == "download" and not self._finetunes)
+        scores_val = self._scores_val and not is_unseen
+        for clients, down in self._federation.downloads(server, cohort):
             before = None
             if found is not None and not is_same:
                 before = self.scores(clients, self._adapter.model_after_download(clients, down))
-            model = self._adapter.eval_model(clients, down)
+            model = make(clients, down)
             if found is not None:
                 scores = self.scores(clients, model)
                 first = (scores if before is None else before)[:, :1]
-                of_val = self.scores(clients, model if self._scores_val else Message(), "val")[:, :1]
+                of_val = self.scores(clients, model if scores_val else Message(), "val")[:, :1]
                 rows.append(torch.cat([scores, first, of_val], dim=1))
             yield model
             del model
         figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
         if found is not None and figures is not None:
-            everyone = list(cohort.clients)
+            ids = list(cohort.clients)
             of_each = (found.accuracy, found.loss, found.after_download, found.accuracy_val)
             for of_all, figure in zip(of_each, figures.T.numpy(), strict=True):
-                of_all[everyone] = figure
-
-    def evaluate_unseen(self, server: State, done: int) -> Evaluation:
-        """Let every client that takes no part in training adapt after `done` rounds; score it. Collective.
-
-        Every evaluation starts from new clients and keeps only the scores. The first client is number 0.
-        """
-        found = Evaluation.zeros(self._federation.num_unseen)
-        for cohort in self._federation.unseen(done):
-            deque(self.adapted(server, cohort, found), maxlen=0)
-        return found
-
-    def adapted(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
-        """Yield the models as `models` does, for clients that take no part in training. Collective."""
-        rows = [torch.zeros(0, 2, dtype=torch.float64)]
-        for clients, down in self._federation.new_client_downloads(server, cohort):
-            model = self._adapter.new_client_model(clients, down)
-            if found is not None:
-                rows.append(self.scores(clients, model))
-            yield model
-            del model
-        figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
-        if found is not None and figures is not None:
-            numbers = [client - self._federation.num_clients for client in cohort.clients]
-            found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
+                of_all[ids] = figure
 
     def client_metrics(self, server: State, done: int) -> ClientMetrics:
         """Return the CLIENT_METRICS of every client's evaluated model after `done` rounds. Collective.
@@ -96,17 +80,13 @@ class Evaluator:
         federation = self._federation
         figures = np.zeros((federation.num_clients + federation.num_unseen, len(CLIENT_METRICS)))
         cells = [np.zeros((0, 4), np.int64)]
-        for models_of, cohorts in (
-            (self.models, federation.everyone(done)),
-            (self.adapted, federation.unseen(done)),
-        ):
-            for cohort in cohorts:
-                found, own_cells = self._metrics_here(cohort, models_of(server, cohort))
-                collected = federation.channel.collect(cohort, found)
-                if collected is not None:
-                    figures[list(cohort.clients)] = collected.numpy()
-                gathered = federation.world.gather_bytes(own_cells.tobytes())
-                cells += [np.frombuffer(part, np.int64).reshape(-1, 4) for part in gathered or ()]
+        for cohort in self._everyone(done):
+            found, own_cells = self._metrics_here(cohort, self.models(server, cohort))
+            collected = federation.channel.collect(cohort, found)
+            if collected is not None:
+                figures[list(cohort.clients)] = collected.numpy()
+            gathered = federation.world.gather_bytes(own_cells.tobytes())
+            cells += [np.frombuffer(part, np.int64).reshape(-1, 4) for part in gathered or ()]
         lines = np.concatenate(cells)
         return ClientMetrics(figures, lines[np.lexsort(lines.T[::-1])])
 

@@ -66,12 +66,11 @@ class Federation:
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
-        splits = ("train", self.config.run.eval_split)
-        self.migration = ClientMigration(world, self.worker_context, splits)
+        self.migration = ClientMigration(world, self.worker_context)
         # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
         at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
-        self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
+        self._balances_work = is_balanced and at_once == 1 and world.num_workers > 1
         self._cohort_size = self.config.train.cohort_size(self.num_clients)
 
     def cohort(self, number: int) -> Cohort:
@@ -123,7 +122,7 @@ class Federation:
         If clients train one at a time, they are balanced by their samples and local epochs (`run.placement`);
         otherwise they train at home.
         """
-        if not self._members_visit:
+        if not self._balances_work:
             return cohort
         homes, epochs = self.channel.homes(cohort), self.worker_context.work.local_epochs
         sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)
@@ -158,6 +157,10 @@ class Federation:
         num_samples = torch.from_numpy(self.experiment.num_train[list(clients)])
         homes = tuple(self.world.homes(numbers, self.num_unseen))
         return Cohort(round, tuple(clients), num_samples, homes)
+
+    def is_unseen(self, cohort: Cohort) -> bool:
+        """Whether a cohort's clients take no part in training."""
+        return cohort.clients[0] >= self.num_clients
 
     def _spread(self, clients: range) -> Iterator[range]:
         """Split clients into parts of bounded size, each spread evenly over the shards."""
@@ -233,19 +236,11 @@ class Federation:
         shared = {name: tensor.to(self.worker_context.device) for name, tensor in received.shared.items()}
         return replace(received, shared=shared)
 
-    def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with their evaluation download. Collective."""
-        return self._downloads(cohort, lambda: self.adapter.eval_download(server, cohort))
-
-    def new_client_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's unseen clients with their new-client download. Collective."""
-        return self._downloads(cohort, lambda: self.adapter.new_client_download(server, cohort))
-
-    def _downloads(
-        self, cohort: Cohort, send: Callable[[], Message]
-    ) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with the server's message. Collective."""
-        message = self.on_server(send)
+    def downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
+        """Yield groups of this rank's clients with the server's message before an evaluation. Collective."""
+        adapter = self.adapter
+        hook = adapter.new_client_download if self.is_unseen(cohort) else adapter.eval_download
+        message = self.on_server(lambda: hook(server, cohort))
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
             yield clients, down.select(part).to(clients.device)
@@ -267,10 +262,6 @@ class Federation:
     def kept_by_codec(self) -> State:
         """Return the codec's part of this rank's client state; all ranks have the same names."""
         return {name: rows for name, rows in self.worker_context.state.items() if name.startswith(UNSENT)}
-
-    def own_rows(self, cohort: Cohort) -> list[int]:
-        """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
-        return [self.worker_context.clients.index(client) for client in self.own(cohort)]
 
 
 class Uploads:

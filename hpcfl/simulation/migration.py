@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.data.shard import SPLITS
 from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import WorkerContext
 
@@ -68,13 +69,10 @@ Migration = tuple[int, int, int]
 
 
 class ClientMigration:
-    """Moves members of a cohort, with their samples and state, to the workers that train them, and back.
+    """Moves members of a cohort, with their samples and state, to the workers that train them, and back."""
 
-    `splits` are those that a round needs.
-    """
-
-    def __init__(self, world: Communicator, home: WorkerContext, splits: Sequence[str]) -> None:
-        self._world, self._home, self._splits = world, home, splits
+    def __init__(self, world: Communicator, home: WorkerContext) -> None:
+        self._world, self._home = world, home
         self._migrations: list[Migration] = []
         self.worker_context = home
         """Samples and state of the clients that migrated to this rank."""
@@ -88,7 +86,7 @@ class ClientMigration:
         clients = sorted(arrived)
         samples = {
             split: [(arrived[client][f"x/{split}"], arrived[client][f"y/{split}"]) for client in clients]
-            for split in self._splits
+            for split in SPLITS
         }
         self.worker_context = replace(
             self._home,
@@ -132,7 +130,7 @@ class ClientMigration:
 
     def _samples_and_state(self, client: int) -> Tensors:
         tensors = _state(self._home, client)
-        for split in self._splits:
+        for split in SPLITS:
             x, y = self._home.shard.samples(split, self._home.clients.index(client))
             tensors |= {f"x/{split}": x, f"y/{split}": y}
         return tensors

@@ -63,10 +63,6 @@ class Recorder:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
         self.ledger.wall_s = self._wall_before_s + time.monotonic() - self._started_s
 
-    def spend(self, name: str, seconds: float) -> None:
-        """Add seconds to one of the ledger's SPENT."""
-        self.ledger.spent[name] += seconds
-
     def record_round(
         self,
         cohort: Cohort,
@@ -97,7 +93,7 @@ class Recorder:
         # all members may be lost
         train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
         self.timing.train_s.append(train_s)
-        self.spend("evaluate_s", scoring_s)
+        self.ledger.spent["evaluate_s"] += scoring_s
         busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
         all_s = self._federation.world.num_workers * train_s
         self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
@@ -114,7 +110,6 @@ class Recorder:
         self,
         done: int,
         found: Evaluation,
-        of_unseen: Evaluation,
         after_training: np.ndarray,
         of_method: State,
     ) -> None:
@@ -127,7 +122,6 @@ class Recorder:
             num_evaluated[: self._federation.num_clients],
             after_training,
             {name: value.numpy() for name, value in of_method.items()},
-            of_unseen,
             self._epsilon(done),
         )
 
@@ -140,6 +134,6 @@ class Recorder:
         if privacy.unit == "client":
             return epsilon_after(privacy, train.participation, done)
         sizes = federation.experiment.num_train[: federation.num_clients].tolist()
-        share = federation.worker_context.work.drawn_share
+        share = federation.worker_context.work.sampling_rate
         shares = [share(client, count) for client, count in enumerate(sizes)]
         return epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())

@@ -23,7 +23,7 @@ from hpcfl.simulation.federation import Delivery, Federation, stack
 from hpcfl.simulation.local_round import Groups, LocalTraining
 from hpcfl.simulation.recording import Recorder
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import ACCURACY_VAL, has_stopped
+from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 
@@ -105,7 +105,10 @@ class Simulation:
             self._progress.round_done(done, self.ledger)
             if stops:
                 return "stopped"
-        added = self._evaluator.client_metrics(self.server, done) if run.metrics else None
+        # a finished run that is repeated without the key keeps its metrics
+        wanted = run.metrics or (self._folder is not None and self._folder.keeps_metrics)
+        has_metrics = self._world.maximum(int(wanted)) == 1
+        added = self._evaluator.client_metrics(self.server, done) if has_metrics else None
         if self._folder is not None:
             experiment = self._experiment
             self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated, added)
@@ -114,11 +117,11 @@ class Simulation:
     def _is_over(self, done: int) -> bool:
         """Whether no round follows the first `done`: all are done, or its patience is over. Collective."""
         train = self.config.train
-        if done == train.rounds or train.patience is None:
+        if train.patience is None:
             return done == train.rounds
         # workers have no evaluations
         known = self.ledger.column(ACCURACY_VAL)
-        return self._world.maximum(int(has_stopped(known, train.patience))) == 1
+        return self._world.maximum(int(is_over(done, train.rounds, known, train.patience))) == 1
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank. Collective."""
@@ -199,13 +202,12 @@ class Simulation:
         """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
-        of_unseen = self._evaluator.evaluate_unseen(self.server, done)
-        self._recorder.spend("evaluate_s", time.monotonic() - began_s)
-        self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
+        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
+        self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
             of_method = self.method.server_diagnostics(self.server) | of_clients
-            self._recorder.record_evaluation(done, found, of_unseen, after_training, of_method)
+            self._recorder.record_evaluation(done, found, after_training, of_method)
             self._folder.append_files(self.ledger)
         self.timing.evaluate_s.append(time.monotonic() - began_s)
 
@@ -219,7 +221,7 @@ class Simulation:
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
         self.timing.save_s.append(time.monotonic() - began_s)
-        self._recorder.spend("save_s", self.timing.save_s[-1])
+        self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

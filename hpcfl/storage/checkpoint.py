@@ -30,11 +30,6 @@ class CheckpointStore:
         """Whether there is a checkpoint, good or not."""
         return self._newest.exists() or self._previous.exists()
 
-    @property
-    def newest_bytes(self) -> int:
-        """Size of the newest checkpoint; 0 without one."""
-        return self._newest.stat().st_size if self._newest.exists() else 0
-
     def save(self, snapshot: Snapshot, end_if_lost: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint and make it the newest; the one before becomes the previous one if it is good.
 
@@ -67,7 +62,7 @@ class CheckpointStore:
                 self._unfinished.unlink()
             raise
         self._newest_is_good = True
-        self.last_round = snapshot.header.round
+        self.last_round = snapshot.round
         _sync_folder(self._folder)
 
     def load(self, if_damaged: str = "name the folder of another run") -> LoadedCheckpoint | None:
@@ -93,9 +88,9 @@ class CheckpointStore:
                 complaints.append(str(error))
                 continue
             self._newest_is_good = path == self._newest
-            self.last_round = loaded.header.round
+            self.last_round = loaded.round
             for complaint in complaints:
-                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.header.round}", stacklevel=2)
+                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 

@@ -11,7 +11,6 @@ import hashlib
 import io
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,6 @@ from hpcfl.storage.reading import record_of
 from hpcfl.storage.snapshot import (
     Block,
     DataRecord,
-    Header,
-    LayoutRecord,
     LedgerTable,
     Rows,
     RowShape,
@@ -41,6 +38,8 @@ from hpcfl.storage.snapshot import (
 
 SCHEMA = 2
 """Raised with every change after which an older checkpoint is not resumed: other names or columns."""
+LAYOUTS = ("parameters", "buffers")
+"""Names of the parts of `Snapshot.layout`."""
 USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 2**18
 """Small: one of megabytes, made anew at each checkpoint, can scatter the memory of a long run."""
@@ -63,22 +62,19 @@ class LoadedCheckpoint:
             self._read()
         except Exception as error:
             self.close()
-            raise UserError(f"{path} holds what no run writes ({one_line(error)})") from error
+            raise UserError(f"{path} is not a valid hpcfl checkpoint ({one_line(error)})") from error
 
     def _read(self) -> None:
         """Read all but the large tensors; raises an exception of any type if the file is not as a run's."""
         attributes = self._file.attrs
         self.schema = int(attributes["schema"])
-        self.header = Header(
-            attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
-        )
-        self.record = record_of(self.header.config)
+        self.round = int(attributes["round"])
+        """Completed rounds."""
+        self.record = record_of(attributes["config"].decode())
         """The nested keys of the configuration."""
-        self.layout = LayoutRecord(
-            _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
-        )
-        self.data = _read_data(self._file["data"]) if "data" in self._file else None
-        """None in a checkpoint of before there was such a record."""
+        self.layout = tuple(_read_layout(self._file[f"layout/{kind}"]) for kind in LAYOUTS)
+        """As `Snapshot.layout`."""
+        self.data = _read_data(self._file["data"])
         self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
         self.ledger = {
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
@@ -166,7 +162,7 @@ class LoadedCheckpoint:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.path} is damaged (it cannot be read: {error}); bring it back from a copy"
+                f"{self.path} is damaged (it cannot be read: {error}); restore it from a backup"
             ) from error
 
 
@@ -226,20 +222,18 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         target.write(_user_block(digest))
         target.raise_failure()
         os.fsync(target.fileno())
-        if sys.platform == "linux":
-            # Drop the file from the page cache, so that the verification reads it from the disk.
-            os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        # Drop the file from the page cache, so that the verification reads it from the disk.
+        os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], None]) -> None:
     """Write all but the hash; call `between` after each part or block that may be large."""
-    header = snapshot.header
     file.attrs["schema"] = SCHEMA
-    file.attrs["round"] = header.round
-    for key, text in (("hpcfl", __version__), ("method", header.method), ("config", header.config)):
+    file.attrs["round"] = snapshot.round
+    for key, text in (("hpcfl", __version__), ("method", snapshot.method), ("config", snapshot.config)):
         file.attrs[key] = _encode([text]).reshape(())
-    _write_layout(file.create_group("layout/parameters"), snapshot.layout.parameters)
-    _write_layout(file.create_group("layout/buffers"), snapshot.layout.buffers)
+    for kind, slots in zip(LAYOUTS, snapshot.layout, strict=True):
+        _write_layout(file.create_group(f"layout/{kind}"), slots)
     _write_data(file.create_group("data"), snapshot.data)
     server = file.create_group("server")
     _write_arrays(server, {name: tensor.numpy(force=True) for name, tensor in snapshot.server.items()})

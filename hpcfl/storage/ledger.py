@@ -7,7 +7,7 @@ statistics, indices).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +54,6 @@ LOST, SIMULATED = "lost", "simulated_s"
 """More columns: how often a member of a cohort was lost so far, where `clients.*` lets some be lost; and
 seconds of the simulated clock so far, where there is one."""
 WHOLE_NUMBERS = frozenset({"round", "diverged", LOST} | {name for name in METRICS if "bytes" in name})
-OTHER_METRICS = frozenset({*UNSEEN_METRICS, EPSILON, ACCURACY_VAL, LOST, SIMULATED})
-"""All columns of metrics.csv that only some runs have."""
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
@@ -76,14 +74,15 @@ DIRECTIONS = ("down", "up")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of each client [N]: zero before an evaluation, and on ranks other than the server."""
+    """Figures of each client, unseen ones last [N + U]; zero before an evaluation, and on other ranks than
+    the server."""
 
     accuracy: np.ndarray
     loss: np.ndarray
     after_download: np.ndarray
-    """Accuracy of the model right after a download; nan where a client has none."""
+    """Accuracy of the model right after a download; nan where a client has none. Not for unseen clients."""
     accuracy_val: np.ndarray
-    """Accuracy on validation samples; nan without `train.patience`."""
+    """Accuracy on validation samples; nan without `train.patience`, and for unseen clients."""
 
     @staticmethod
     def zeros(num_clients: int) -> Evaluation:
@@ -109,7 +108,7 @@ class Ledger:
     """
 
     def __init__(self, config: Config, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
-        self._num_unseen, self._settings = num_unseen, config.clients
+        self._num_unseen, self._settings, self._method = num_unseen, config.clients, config.method.name
         self._is_private = config.privacy.unit is not None
         has = {
             **dict.fromkeys(UNSEEN_METRICS, num_unseen > 0),
@@ -216,30 +215,35 @@ class Ledger:
         num_samples: np.ndarray,
         after_training: np.ndarray,
         of_method: Mapping[str, np.ndarray],
-        of_unseen: Evaluation | None = None,
         epsilon: float = np.nan,
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
         Takes the accuracy right after training [N] (nan where a client has no such model), the method's
-        history, figures [U] of clients that take no part in training, if there are any, and epsilon with
-        `privacy.unit`.
+        history, and epsilon with `privacy.unit`. Raises TypeError if the history has other names than
+        before.
         """
-        accuracy = found.accuracy
+        if self.metrics and (changed := of_method.keys() ^ (self.evaluated.keys() - self._sizes.keys())):
+            raise TypeError(
+                f"method.name={self._method}: the diagnostic {min(changed)} is in some evaluations and not "
+                "in others; return it in all, with nan where it is unknown"
+            )
+        count = len(after_training)
+        accuracy, loss, after_download, of_val = (of_all[:count] for of_all in astuple(found))
         values = {
             "round": round,
             "wall_s": self.wall_s,
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
-            "accuracy_after_download": mean_of_known(found.after_download),
+            "accuracy_after_download": mean_of_known(after_download),
             "accuracy_after_training": mean_of_known(after_training),
             "coverage": self.is_sampled.mean(),
-            "loss_mean": found.loss.mean(),
+            "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
-            ACCURACY_VAL: found.accuracy_val.mean(),
+            ACCURACY_VAL: of_val.mean(),
             EPSILON: epsilon,
             LOST: self.lost.sum(),
             SIMULATED: self.simulated_s,
@@ -248,13 +252,13 @@ class Ledger:
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
             values[f"buffer_bytes_{name}"] = self._total[direction, -2]
             values[f"index_bytes_{name}"] = self._total[direction, -1]
-        of_each = (accuracy, found.loss, found.after_download, after_training)
+        of_each = (accuracy, loss, after_download, after_training)
         evaluated = dict(zip(OF_CLIENTS, of_each, strict=True))
-        if self._num_unseen and of_unseen is not None:
-            values["accuracy_unseen"] = of_unseen.accuracy.mean()
-            values["accuracy_unseen_std"] = of_unseen.accuracy.std()
-            values["loss_unseen"] = of_unseen.loss.mean()
-            evaluated |= dict(zip(OF_UNSEEN, (of_unseen.accuracy, of_unseen.loss), strict=True))
+        if self._num_unseen:
+            accuracy, loss = found.accuracy[count:], found.loss[count:]
+            unseen = (accuracy.mean(), accuracy.std(), loss.mean())
+            values |= dict(zip(UNSEEN_METRICS, unseen, strict=True))
+            evaluated |= dict(zip(OF_UNSEEN, (accuracy, loss), strict=True))
         self.metrics.append([float(values[name]) for name in self.columns])
         for name, entry in {**evaluated, **of_method}.items():
             # a copy: the state that it may be a part of keeps changing
@@ -408,19 +412,13 @@ class Ledger:
         replace_file(folder / "clients.csv", csv_text([list(columns), *rows]))
 
 
-def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
-    """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
-    found = {name: tuple(table.columns) for name, table in tables.items()}
-    metrics = found.get("metrics", ())
-    more = metrics[len(METRICS) :]
-    is_known = metrics[: len(METRICS)] == METRICS and set(more) <= OTHER_METRICS
-    return is_known and found.get("pending") == PENDING
+def is_over(done: int | None, rounds: int, accuracies: Sequence[float], patience: int | None) -> bool:
+    """Whether no round follows the first `done`: all are done, or `train.patience` is over.
 
-
-def has_stopped(accuracies: Sequence[float], patience: int | None) -> bool:
-    """Whether a run with `train.patience` has ended, given its column ACCURACY_VAL."""
-    if patience is None or not len(accuracies):
-        return False
+    `accuracies` is the column ACCURACY_VAL, empty without patience.
+    """
+    if done == rounds or patience is None or not len(accuracies):
+        return done == rounds
     return len(accuracies) - 1 - int(np.argmax(accuracies)) >= patience
 
 

@@ -12,7 +12,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,8 +63,9 @@ class FolderLock:
         _held[_identity(os.fstat(self._descriptor))] = self._descriptor
         if before.owner and not before.is_gone:
             warnings.warn(
-                f"{folder} has the lock of {before.owner}, which is not seen here and is taken for dead; "
-                f"if it runs (see squeue, or ps on that machine), it ends {soon}",
+                f"{folder} was locked by {before.owner}. This machine cannot see whether it still runs (see "
+                "squeue, or ps on that machine), so this run takes over; if it does run, it will stop "
+                f"{soon}",
                 stacklevel=2,
             )
 
@@ -139,13 +139,12 @@ def holder(folder: Path) -> Holder:
 
 def _is_locked(descriptor: int) -> bool | None:
     """Whether another process holds a record lock on a file; None where the system cannot tell."""
-    if sys.platform == "linux":
-        # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
-        flock = struct.Struct("hhqqi")
-        with suppress(OSError):
-            asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-            return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
+    # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
+    flock = struct.Struct("hhqqi")
+    with suppress(OSError):
+        asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
     return None
 
 

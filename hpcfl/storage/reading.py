@@ -116,7 +116,7 @@ def read_columns(path: Path) -> Columns:
 def damaged(path: Path, line: int) -> UserError:
     """Return the error for a damaged line of a run's CSV file."""
     return UserError(
-        f"{path}, line {line}: damaged; bring the file back from a copy, or name the folder of another run"
+        f"{path}, line {line}: damaged; restore the file from a backup, or name the folder of another run"
     )
 
 

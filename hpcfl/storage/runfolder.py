@@ -6,7 +6,6 @@ import errno
 import os
 import platform
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ import numpy as np
 import yaml
 
 from hpcfl import __version__
-from hpcfl.config import ENVIRONMENT, Config, differences
+from hpcfl.config.keys import ENVIRONMENT, Config
+from hpcfl.config.load import differences
 from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
-from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
@@ -31,27 +30,24 @@ from hpcfl.storage.ledger import (
     ACCURACY_VAL,
     ClientMetrics,
     Ledger,
-    can_restore,
-    has_stopped,
+    is_over,
     write_partition,
 )
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
-from hpcfl.storage.snapshot import LayoutRecord, Snapshot
-from hpcfl.storage.trackers import RUN_ID_NAME, Tracker, start_tracker
+from hpcfl.storage.snapshot import Snapshot
+from hpcfl.storage.trackers import Tracker, start_tracker
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """Name of config.yaml until it is complete; a killed run may leave it."""
 
-_WRITTEN = re.compile(
-    rf"{re.escape(LOCK_NAME)}|{re.escape(RUN_ID_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
-    r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|confusion|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
-    re.DOTALL,
-)
-"""Names of all files that a run writes, incomplete ones included."""
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDIES = {
+    **dict.fromkeys(_NO_ROOM, "free space on the disk (see df -h and your quota)"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
+}
+"""What helps where a file cannot be written, by the number of the error."""
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
@@ -74,6 +70,8 @@ class RunFolder:
         """The round from which the run resumes; None at round 0."""
         self._config = config
         self._tracker: Tracker | None = None
+        self.keeps_metrics = False
+        """Whether the run is over and has the files of `run.metrics`."""
         self._has_ended = False
         self._lock: FolderLock | None = None
         self._log_is_refused = False
@@ -143,13 +141,14 @@ class RunFolder:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
                 raise StorageError(
-                    f"{problem}; {self._make_room()} and run the same command again"
+                    f"{problem}; {_REMEDIES[error.errno]} and run the same command again"
                 ) from error
             raise UserError(f"{problem}; name another with --out DIR") from error
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
-        if record is not None and self._is_over:
+        if record is not None and record["train"]["rounds"] == self._config.train.rounds and self._is_over:
+            self.keeps_metrics = (self.path / "confusion.csv").is_file()
             return
         environment = _environment(ranks, command)
         if self._config.data.source == "topics":
@@ -168,7 +167,7 @@ class RunFolder:
         train, known = self._config.train, []
         if self.checkpoint is not None and train.patience is not None:
             known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
-        return self.store.last_round == train.rounds or has_stopped(known, train.patience)
+        return is_over(self.store.last_round, train.rounds, known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
@@ -177,15 +176,13 @@ class RunFolder:
         over = "or add --fresh to move the folder aside and start over"
         if changed := self._changed(found.record):
             raise UserError(
-                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); bring this run's "
-                f"own back, {over}"
+                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); restore this "
+                f"run's own checkpoint, {over}"
             )
         other = None
         if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
-        elif not can_restore(found.ledger):
-            other = "other columns in its ledger"
-        elif found.layout != LayoutRecord.of(layout):
+        elif found.layout != (layout.parameters, layout.buffers):
             other = "a model of another structure"
         if other:
             raise UserError(
@@ -228,7 +225,7 @@ class RunFolder:
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint."""
-        with self._writing(f"the checkpoint of round {snapshot.header.round}"):
+        with self._writing(f"the checkpoint of round {snapshot.round}"):
             self.store.save(snapshot, self._end_if_lost)
 
     @contextmanager
@@ -241,7 +238,7 @@ class RunFolder:
             self._end_if_lost()
             raise StorageError(
                 f"{self.path}: {what} cannot be written: {error.strerror or error}; {self.last_good()}; "
-                f"{self._remedy(error)} and run the same command again"
+                f"{_REMEDIES.get(error.errno or 0, 'check the disk')} and run the same command again"
             ) from error
 
     def _end_if_lost(self) -> None:
@@ -260,23 +257,6 @@ class RunFolder:
         return (
             "there is no checkpoint yet" if done is None else f"the last good checkpoint is of round {done}"
         )
-
-    def _remedy(self, error: OSError) -> str:
-        if error.errno in _NO_ROOM:
-            return self._make_room()
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return "make the folder writable"
-        return "check the disk"
-
-    def _make_room(self) -> str:
-        """Return the advice to make room, with the free bytes and the size of a checkpoint."""
-        sizes = []
-        with suppress(OSError):
-            if needed := self.store.newest_bytes:
-                sizes.append(f"a checkpoint takes {readable_bytes(needed)}")
-            free = shutil.disk_usage(self.path).free
-            sizes.append(f"{readable_bytes(free)} are free, quotas apart")
-        return f"make room ({', '.join(sizes)})" if sizes else "make room"
 
     @contextmanager
     def _tracker_or_warning(self) -> Iterator[None]:
@@ -345,7 +325,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         if not path.is_file():
             return None
-        if_damaged = "bring it back from a copy, or add --fresh to move the folder aside and start over"
+        if_damaged = "restore it from a backup, or add --fresh to move the folder aside and start over"
         try:
             record = read_record(self.path, if_damaged)
             # the environment is written last
@@ -377,10 +357,9 @@ class RunFolder:
 
 
 def _check_links(path: Path) -> None:
-    """Raise UserError if a run's file is a link, a pipe or a device: writing would change something else."""
+    """Raise UserError if an entry is a link, a pipe or a device: writing would change something else."""
     for entry in path.iterdir():
-        is_plain = not entry.is_symlink() and (entry.is_file() or entry.is_dir())
-        if _WRITTEN.fullmatch(entry.name) and not is_plain:
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
             raise UserError(
                 f"{entry} is a link, a pipe or a device, which no run makes, and would be written to; "
                 "remove it, or name another folder with --out DIR"

@@ -8,33 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpcfl.parameters import ParameterLayout, Slot
+from hpcfl.parameters import Slot
 from hpcfl.samples import SampleType
 
 Block = tuple[np.ndarray, Mapping[str, torch.Tensor]]
 """The ids of some clients, int64 [n] and strictly increasing, and by name their rows [n, ...]."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a run is and how far it came: method, completed rounds, configuration (YAML text)."""
-
-    method: str
-    round: int
-    config: str
-
-
-@dataclass(frozen=True)
-class LayoutRecord:
-    """The tensors of the two flat vectors of a model, in their order: trainable numbers and buffers."""
-
-    parameters: tuple[Slot, ...]
-    buffers: tuple[Slot, ...]
-
-    @staticmethod
-    def of(layout: ParameterLayout) -> LayoutRecord:
-        """Describe a model's layout."""
-        return LayoutRecord(layout.parameters, layout.buffers)
 
 
 @dataclass(frozen=True)
@@ -99,8 +77,13 @@ class Snapshot:
     `personalised`, then `history` and `ledger`.
     """
 
-    header: Header
-    layout: LayoutRecord
+    method: str
+    round: int
+    """Completed rounds."""
+    config: str
+    """The configuration as YAML."""
+    layout: tuple[tuple[Slot, ...], tuple[Slot, ...]]
+    """The tensors of the two flat vectors of a model, in their order: trainable numbers and buffers."""
     data: DataRecord
     server: Mapping[str, torch.Tensor]
     derived: Mapping[str, torch.Tensor]

@@ -6,11 +6,11 @@ import importlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfl.config import Config, flatten
+from hpcfl.config.keys import Config, flatten
 from hpcfl.errors import UserError, one_line
 from hpcfl.storage.ledger import Ledger
 
@@ -34,16 +34,6 @@ _PACKAGES = {
 """What each tracker imports, and the package of pip that has it."""
 
 
-class Tracker(Protocol):
-    """Where rank 0 sends each evaluation; knows all that the ledger held when it was made."""
-
-    def append(self, ledger: Ledger) -> None:
-        """Send the evaluations that are new."""
-
-    def close(self, is_finished: bool) -> None:
-        """End; `is_finished`: the run has done its last round."""
-
-
 def check_tracker(name: str | None) -> None:
     """Raise UserError where the tracker's package cannot be imported."""
     if name is None:
@@ -63,9 +53,8 @@ def start_tracker(name: str, folder: Path, config: Config, ledger: Ledger) -> Tr
 
     Raises what the package raises.
     """
-    if name == "tensorboard":
-        return EventFile(folder, ledger)
-    return {"wandb": WandbRun, "mlflow": MlflowRun}[name](folder, config, ledger)
+    kinds = {"tensorboard": EventFile, "wandb": WandbRun, "mlflow": MlflowRun}
+    return kinds[name](folder, config, ledger)
 
 
 def _row(ledger: Ledger, number: int) -> tuple[int, dict[str, float]]:
@@ -75,44 +64,49 @@ def _row(ledger: Ledger, number: int) -> tuple[int, dict[str, float]]:
     return done, {name: float(value) for name, value in row.items() if not np.isnan(value)}
 
 
-class _RunById:
-    """A run that its service knows by an id, and to which a resumed run adds the rounds that it lacks.
+class Tracker:
+    """Where rank 0 sends each evaluation. Its service may know the run by an id.
 
-    Rounds that a killed run did after its last checkpoint are there already, and have the same numbers.
+    A resumed run adds the rounds that are not there. Those that a killed run did after its last checkpoint
+    are, and have the same numbers.
     """
 
     def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
         file = folder / RUN_ID_NAME
         known = file.read_text().strip() if file.is_file() else None
-        run_id, self._next_round = self._open(
-            known, folder, {"folder": str(folder), **flatten(config.tree())}
-        )
-        file.write_text(f"{run_id}\n")
+        keys = {"folder": str(folder), **flatten(config.tree())}
+        run_id, self._next_round = self._open(known, folder, keys, ledger.wall_s)
+        if run_id:
+            file.write_text(f"{run_id}\n")
         self._read = 0
         self.append(ledger)
 
     def append(self, ledger: Ledger) -> None:
+        """Send the evaluations that are new."""
         for number in range(self._read, len(ledger.metrics)):
             done, row = _row(ledger, number)
             if done >= self._next_round:
-                self._send(done, row)
+                self._send(done, row, ledger.evaluated["accuracy"][number])
         self._read = len(ledger.metrics)
 
-    def _open(self, known: str | None, folder: Path, keys: dict[str, Any]) -> tuple[str, int]:
-        """Open the run of an id, or a new one; return its id and the first round that it lacks."""
+    def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
+        """Open the run of an id, or a new one; return its id, if it has any, and the first round that it
+        lacks. `wall_s` are the seconds of the run so far."""
         raise NotImplementedError
 
-    def _send(self, done: int, row: dict[str, float]) -> None:
+    def _send(self, done: int, row: dict[str, float], accuracy: np.ndarray) -> None:
+        """Send an evaluation after `done` rounds; `accuracy` is the clients' [N]."""
         raise NotImplementedError
 
     def close(self, is_finished: bool) -> None:
+        """End; `is_finished`: the run has done its last round."""
         raise NotImplementedError
 
 
-class WandbRun(_RunById):
+class WandbRun(Tracker):
     """A run of Weights & Biases; with WANDB_MODE=offline the newest folder in wandb/ has all rounds."""
 
-    def _open(self, known: str | None, folder: Path, keys: dict[str, Any]) -> tuple[str, int]:
+    def _open(self, known: str | None, folder: Path, keys: dict[str, Any], _: float) -> tuple[str, int]:
         import wandb
 
         self._run = wandb.init(
@@ -126,17 +120,17 @@ class WandbRun(_RunById):
         )
         return self._run.id, self._run.step
 
-    def _send(self, done: int, row: dict[str, float]) -> None:
+    def _send(self, done: int, row: dict[str, float], _: np.ndarray) -> None:
         self._run.log(row, step=done)
 
     def close(self, is_finished: bool) -> None:
         self._run.finish(exit_code=0 if is_finished else 1)
 
 
-class MlflowRun(_RunById):
+class MlflowRun(Tracker):
     """A run of MLflow, on the server or in the folder that MLFLOW_TRACKING_URI names."""
 
-    def _open(self, known: str | None, folder: Path, keys: dict[str, Any]) -> tuple[str, int]:
+    def _open(self, known: str | None, folder: Path, keys: dict[str, Any], _: float) -> tuple[str, int]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -154,7 +148,7 @@ class MlflowRun(_RunById):
         self._client.log_batch(self._id, params=[Param(key, str(value)) for key, value in keys.items()])
         return self._id, 0
 
-    def _send(self, done: int, row: dict[str, float]) -> None:
+    def _send(self, done: int, row: dict[str, float], _: np.ndarray) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -164,48 +158,34 @@ class MlflowRun(_RunById):
         self._client.set_terminated(self._id, "FINISHED" if is_finished else "KILLED")
 
 
-class EventFile:
+class EventFile(Tracker):
     """Columns of metrics.csv as scalars, and the clients' accuracy as a histogram, by round, for TensorBoard.
 
-    As the CSV files, it is begun anew at every start with all evaluations that the ledger holds: what a
-    killed run wrote after its last checkpoint is gone with the old events, and nothing is there twice. A
-    TensorBoard that has read the old ones forgets them. Each call leaves whole events on the disk.
+    Every start begins a new file with all evaluations so far. Its mark of a restart tells TensorBoard to
+    forget the earlier files. Each evaluation is at once on the disk.
     """
 
-    def __init__(self, folder: Path, ledger: Ledger) -> None:
+    def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        for old in folder.glob("events.out.tfevents.*"):
-            # a TensorBoard that runs reads a file from where it was, and not one that is gone
-            if old.stat().st_size:
-                os.truncate(old, 0)
-            else:
-                old.unlink()
         # the time between the starts of a run is not the run's
-        self._began_s = time.time() - ledger.wall_s
-        # and from there only a file with a later name
+        self._began_s = time.time() - wall_s
+        # a TensorBoard that runs reads a new file only if its name comes later
         self._writer: EventsWriter = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self._writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
-        self._written = 0
-        self.append(ledger)
+        return "", 0
 
-    def append(self, ledger: Ledger) -> None:
-        for number in range(self._written, len(ledger.metrics)):
-            self._writer.write_event(self._event(ledger, number))
-        self._written = len(ledger.metrics)
+    def _send(self, done: int, row: dict[str, float], accuracy: np.ndarray) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import histogram, scalar
+
+        event = Event(step=done, wall_time=self._began_s + row["wall_s"])
+        for name, value in row.items():
+            event.summary.MergeFrom(scalar(name, value))
+        event.summary.MergeFrom(histogram("accuracy_of_clients", accuracy, BINS))
+        self._writer.write_event(event)
         self._writer.flush()
 
     def close(self, is_finished: bool) -> None:
         self._writer.close()
-
-    def _event(self, ledger: Ledger, number: int) -> Any:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import histogram, scalar
-
-        done, row = _row(ledger, number)
-        event = Event(step=done, wall_time=self._began_s + row["wall_s"])
-        for name, value in row.items():
-            event.summary.MergeFrom(scalar(name, value))
-        event.summary.MergeFrom(histogram("accuracy_of_clients", ledger.evaluated["accuracy"][number], BINS))
-        return event

@@ -10,7 +10,7 @@ from math import isnan, nan
 
 import numpy as np
 
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import mean_of_known

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten
+from hpcfl.config.keys import Config, flatten
+from hpcfl.config.load import differences
+from hpcfl.config.registry import DEFAULT_SOURCE
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hpcfl.config import read_yaml
+from hpcfl.config.load import read_yaml
 from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
 
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval

@@ -57,7 +57,7 @@ def minibatches(num_samples: int, batch_size: int, last_batch: LastBatch = "even
     return list(zip(starts, [*starts[1:], num_samples], strict=True)) if starts else []
 
 
-def same_size_groups(sizes: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield (size, positions) for each distinct non-zero size, largest first."""
+def same_size_groups(sizes: list[int]) -> Iterator[list[int]]:
+    """Yield the positions of each distinct non-zero size, largest first."""
     for size in sorted(set(sizes) - {0}, reverse=True):
-        yield size, [position for position, other in enumerate(sizes) if other == size]
+        yield [position for position, other in enumerate(sizes) if other == size]

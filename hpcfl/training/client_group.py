@@ -172,7 +172,7 @@ class ClientGroup:
         indices to use, one int64 tensor per client with at least one entry; default: all. Images are changed
         as `train.augment` says, unless a method measures something with them and sets `augmented` to False.
 
-        With `privacy.unit=sample`, a mini-batch has each sample with the probability `Work.drawn_share`:
+        With `privacy.unit=sample`, a mini-batch has each sample with the probability `Work.sampling_rate`:
         mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
         work = self._worker.work
@@ -213,7 +213,7 @@ class ClientGroup:
                     for cut, n, limit in zip(cuts, done, most, strict=True)
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
-                for _size, alike in same_size_groups([stop - start for start, stop in spans]):
+                for alike in same_size_groups([stop - start for start, stop in spans]):
                     plan.append((alike, [orders[m][slice(*spans[m])] for m in alike]))
         batches = self._planned(plan) if plan else iter(())
         augmentation = self._worker.augmentation
@@ -227,7 +227,7 @@ class ClientGroup:
     def _drawn(self, streams: Sequence[torch.Generator], steps: Sequence[int]) -> Iterator[_Planned]:
         """Yield each client's mini-batches, `steps` of them, that have each sample with a probability."""
         for position, (n, stream) in enumerate(zip(self.num_samples.tolist(), streams, strict=True)):
-            share = self._worker.work.drawn_share(self.ids[position], n)
+            share = self._worker.work.sampling_rate(self.ids[position], n)
             for _ in range(steps[position]):
                 is_drawn = torch.rand(n, generator=stream, dtype=torch.float64) < share
                 yield [position], [is_drawn.nonzero().squeeze(1)]
@@ -341,10 +341,7 @@ class ClientGroup:
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""
-        self._count(batch)
         self.loss_sum[batch.members] += losses
-
-    def _count(self, batch: Batch) -> None:
         self.steps[batch.members if batch.counted is None else batch.counted] += 1
 
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -369,11 +366,11 @@ class ClientGroup:
             if (purpose, m) not in self._noise:
                 name = f"private gradient/{purpose}"
                 self._noise[purpose, m] = torch_stream(self._worker.seed, name, self.round, self.ids[m])
-        sizes, share = self.num_samples.tolist(), self._worker.work.drawn_share
+        sizes, share = self.num_samples.tolist(), self._worker.work.sampling_rate
         expected = [sizes[m] * share(self.ids[m], sizes[m]) for m in members]
         return private.gradient(theta, batch, expected, [self._noise[purpose, m] for m in members])
 
-    def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
+    def gradient_with_constants(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
         """Return the `gradient` for `sgd` of a loss that reads `theta` and the constants `known(batch)`."""
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -437,12 +434,7 @@ class ClientGroup:
     def scores(self, model: Message, split: str) -> Tensor | None:
         """Return (accuracy, mean loss) of each client's model on its samples of a split, float64 [C, 2].
 
-        They are on the CPU; None if models are scored client by client, with `probabilities`.
+        They are on the CPU; None if models are scored client by client.
         """
         place = self._worker
         return None if place.scorer is None else place.scorer.scores(model, place.shard, split, self._local)
-
-    def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] of one client's model."""
-        theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._worker.evaluator.probabilities(theta, buffers, x)

@@ -18,7 +18,7 @@ from hpcfl.config.keys import Precision
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.forward import Forward, in_precision
-from hpcfl.training.losses import Loss, class_probabilities, cross_entropy_loss
+from hpcfl.training.losses import Loss, cross_entropy_loss
 
 EVALUATION_BATCH = 512
 
@@ -96,10 +96,6 @@ class LoopEngine:
         outputs = [call(self._working, *map(_fastest_order, part)) for part in parts]
         self._working.train()
         return torch.cat(outputs)
-
-    def probabilities(self, theta: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] of one model theta [P] in evaluation mode."""
-        return self.outputs(theta, buffers, class_probabilities, x)
 
     def _load(self, theta: Tensor, buffers: Tensor) -> None:
         self._theta.copy_(theta)

@@ -28,7 +28,7 @@ class Work:
         """Divide an epoch of a client on so many samples into (start, stop)."""
         return minibatches(num_samples, self.batch_size(client), self.train.last_batch)
 
-    def drawn_share(self, client: int, num_samples: int) -> float:
+    def sampling_rate(self, client: int, num_samples: int) -> float:
         """Return the probability with which a mini-batch of `privacy.unit=sample` has each sample.
 
         An epoch has as many mini-batches as without privacy, and each sample is in one of them in the mean.

@@ -180,7 +180,7 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
         for one in jobs:
             one.ends_as(undisturbed)
             assert "start 2, on n[1,3]" in one.job.output
-            warned = f"{one.folder} has the lock of pid "
+            warned = f"{one.folder} was locked by pid "
             assert (warned in one.job.output) == script_dies
     finally:
         nodes.heal(dying)

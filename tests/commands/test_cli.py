@@ -105,7 +105,7 @@ MISTAKES = [
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["run", "train.round=3"], "nearest known one is train.rounds"),
     (["list", "methods"], "methods is not a list; type hpcfl list, or hpcfl list keys"),
-    (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
+    (["data", "fetch", "imagenet"], "allowed: mnist, fashionmnist, emnist, cifar10, cifar100"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
 ]
 IS_COMMAND = ("reprot", "zzz", "plan", "list", "data", "bench")
@@ -203,7 +203,7 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
         (folder / "config.yaml").write_text(text)
         message = refused(capsys, *TINY, "--out", folder)
         assert (
-            "config.yaml is damaged; bring it back from a copy, or add --fresh to move the folder" in message
+            "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder" in message
         )
     assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcfl.config import RESULT_NEUTRAL, Config, differences, flatten
-from hpcfl.config.keys import TrainConfig
+from hpcfl.config.keys import RESULT_NEUTRAL, Config, TrainConfig, flatten
+from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config, resolve

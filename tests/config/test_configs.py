@@ -16,7 +16,7 @@ import pytest
 import yaml
 from processes import REPOSITORY
 
-from hpcfl.config import Config, flatten
+from hpcfl.config.keys import Config, flatten
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import SOURCES

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from hpcfl.commands.reference import about, citation, keys
-from hpcfl.config import flatten
-from hpcfl.config.keys import DataConfig
+from hpcfl.config.keys import DataConfig, flatten
 from hpcfl.config.load import DEFAULT_CLIENTS
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import fetch, read_source
 from hpcfl.errors import FINISHED, UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bits import run_here
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError

@@ -13,7 +13,7 @@ from PIL import Image
 from processes import run_in_one_world
 
 import hpcfl
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError

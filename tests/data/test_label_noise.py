@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Run
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.label_noise import LabelNoise
 
 

@@ -94,7 +94,7 @@ class Run:
         models = [
             self.driver.new_client_model(clients, down)
             for cohort in federation.unseen(self.config.train.rounds)
-            for clients, down in federation.new_client_downloads(self.server, cohort)
+            for clients, down in federation.downloads(self.server, cohort)
         ]
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 

@@ -11,12 +11,12 @@ import yaml
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config import ENVIRONMENT
+from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import ClientMetrics, Evaluation, Ledger, write_partition
-from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
+from hpcfl.storage.snapshot import DataRecord, Rows, Snapshot
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2"]
 
@@ -61,17 +61,18 @@ def make_run(
             ledger.wall_s = 0.8 * (number + 1)
             ledger.record_evaluation(
                 number + 1,
-                _evaluation(accuracy[at]),
+                _evaluation(accuracy[at] if unseen is None else np.append(accuracy[at], unseen[at])),
                 ones,
                 np.minimum(accuracy[at] + 0.05, 1),
                 {name: values[at] for name, values in (of_method or {}).items()},
-                None if unseen is None else _evaluation(unseen[at]),
             )
     ledger.append_files(folder)
     CheckpointStore(folder).save(
         Snapshot(
-            Header(config.method.name, rounds, config.yaml()),
-            LayoutRecord((), ()),
+            config.method.name,
+            rounds,
+            config.yaml(),
+            ((), ()),
             DataRecord(SampleType((1, 8, 8)), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},
             {name: torch.from_numpy(values) for name, values in (derived or {}).items()},

@@ -15,7 +15,7 @@ from harness import SMALL, UNEQUAL, Run
 from processes import Mpirun
 
 from hpcfl.communication.messages import Message
-from hpcfl.config import PrivacyConfig
+from hpcfl.config.keys import PrivacyConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.adapter import MethodAdapter
@@ -159,7 +159,7 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
         theta = run.method.context.initial_parameters()
         group = ClientGroup(run.workplace, [client], 0)
         x, y = group.samples("train", 0)
-        share = run.workplace.work.drawn_share(client, len(y))
+        share = run.workplace.work.sampling_rate(client, len(y))
         order, noise = (
             torch_stream(0, "batches", 0, client),
             torch_stream(0, "private gradient/batches", 0, client),
@@ -181,7 +181,7 @@ def test_an_empty_mini_batch_is_noise_alone() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
     sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
-    assert len(sizes) == 40 * round(1 / run.workplace.work.drawn_share(0, 8))
+    assert len(sizes) == 40 * round(1 / run.workplace.work.sampling_rate(0, 8))
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()
 

@@ -10,7 +10,7 @@ import torch
 from harness import UNEQUAL, Run
 from torch import Tensor
 
-from hpcfl.config import ServerConfig
+from hpcfl.config.keys import ServerConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods._server_optimiser import ServerOptimiser

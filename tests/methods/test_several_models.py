@@ -20,7 +20,7 @@ from uploads import GivenUpload
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State

@@ -86,7 +86,7 @@ def test_the_lock_tells_how_a_run_is(folder: Path) -> None:
     assert Run(folder).status.state == "killed"
     (folder / ".lock").write_text("pid 7 on another-node\n")
     status = Run(folder).status
-    assert (status.owner, status.state) == ("pid 7 on another-node", "out of sight")
+    assert (status.owner, status.state) == ("pid 7 on another-node", "unknown")
 
 
 def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:

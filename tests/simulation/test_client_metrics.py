@@ -84,7 +84,7 @@ def test_clients_are_in_order_whatever_the_cohorts_of_an_evaluation(
     assert "confusion.csv" not in differing(folders["pfedla"], tmp_path / "run")
 
 
-def test_they_change_nothing_else_and_are_added_to_a_finished_run(
+def test_they_change_nothing_else_are_added_to_a_finished_run_and_stay(
     folders: dict[str, Path], settings: list[str], tmp_path: Path
 ) -> None:
     plain, keys = tmp_path / "plain", [*settings, *CASES["pfedla"]]
@@ -96,6 +96,8 @@ def test_they_change_nothing_else_and_are_added_to_a_finished_run(
         np.testing.assert_array_equal(whole[name], values)
     assert len(load_run(plain).accuracy_by_class) == 0
     assert run_here(plain, [str(plain / "config.yaml"), "run.metrics=true"]) == FINISHED
+    assert not differing(folders["pfedla"], plain)
+    assert run_here(plain, keys) == FINISHED
     assert not differing(folders["pfedla"], plain)
     named = [load_config(None, [*keys, *more]).run_name() for more in ([], ["run.metrics=true"])]
     assert named[0] == named[1]

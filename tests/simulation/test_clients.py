@@ -17,7 +17,7 @@ from harness import SMALL, UNEQUAL, Run, make_network, make_place
 from processes import Mpirun
 
 from hpcfl.communication.messages import Cohort
-from hpcfl.config import ClientsConfig, TrainConfig
+from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.randomness import torch_stream

@@ -13,7 +13,7 @@ from processes import Mpirun
 from hpcfl.errors import UserError
 from hpcfl.main import main
 from hpcfl.results.run import load_run
-from hpcfl.storage.ledger import has_stopped
+from hpcfl.storage.ledger import is_over
 from hpcfl.tables.accuracies import _figures
 
 
@@ -33,7 +33,8 @@ from hpcfl.tables.accuracies import _figures
 def test_a_run_ends_after_so_many_evaluations_without_a_better_one(
     accuracies: list[float], patience: int | None, stops: bool
 ) -> None:
-    assert has_stopped(accuracies, patience) == stops
+    assert is_over(7, 9, accuracies, patience) == stops
+    assert is_over(9, 9, accuracies, patience)
 
 
 @pytest.fixture
@@ -54,8 +55,8 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     run = load_run(one)
     assert run.is_finished
     of_val = run.metrics["accuracy_val"]
-    assert has_stopped(of_val.tolist(), 2)
-    assert not has_stopped(of_val[:-1].tolist(), 2)
+    assert is_over(run.done, 40, of_val.tolist(), 2)
+    assert not is_over(run.done, 40, of_val[:-1].tolist(), 2)
     assert run.done == 2 * len(of_val) < 40
     assert run.model(0)
     assert main(["watch", str(one)]) == 0
@@ -81,6 +82,18 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     capsys.readouterr()
     assert run_here(one, keys) == 0
     assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_run_that_ended_off_schedule_and_gets_more_rounds_records_them(
+    keys: list[str], tmp_path: Path
+) -> None:
+    """Accuracies stay the same, and the evaluation after round 5 ends the patience."""
+    for rounds in (5, 8):
+        still = [*keys, "train.lr=1e-9", "run.checkpoint_every=1", f"train.rounds={rounds}"]
+        assert run_here(tmp_path / "run", still) == 0
+        run = load_run(tmp_path / "run")
+        assert (run.rounds, run.is_finished) == (rounds, True)
+    assert run.metrics["round"].tolist() == [2, 4, 6]
 
 
 @pytest.mark.quick

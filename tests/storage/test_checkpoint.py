@@ -29,8 +29,6 @@ from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.snapshot import (
     Block,
     DataRecord,
-    Header,
-    LayoutRecord,
     LedgerTable,
     Rows,
     RowShape,
@@ -39,14 +37,14 @@ from hpcfl.storage.snapshot import (
 
 NUM_CLIENTS = 7
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64)
-LAYOUT = LayoutRecord(
-    parameters=(
+LAYOUT = (
+    (
         Slot("conv1.weight", (2, 1, 3, 3), 0, 18, "conv1"),
         Slot("conv1.bias", (2,), 18, 20, "conv1"),
         Slot("größe", (), 20, 21, "scale"),
         Slot("none.weight", (0, 4), 21, 21, "none"),
     ),
-    buffers=(),
+    (),
 )
 DATA = DataRecord(
     SampleType((3, 8, 9)), "uint8", 255.0, (0.5, 0.1, 0.25), (0.2, 0.3, 1.0), 10, tuple(range(2, 9))
@@ -91,7 +89,9 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
         "steps": torch.full((num_rows,), round_),
     }
     return Snapshot(
-        header=Header("ditto", round_, config_of(round_)),
+        method="ditto",
+        round=round_,
+        config=config_of(round_),
         layout=LAYOUT,
         data=DATA,
         server={"theta": torch.full((50,), float(round_))},
@@ -113,7 +113,7 @@ def rounds_in(loaded: LoadedCheckpoint) -> set[float]:
     everything = [tensor.flatten().tolist() for tensor in tensors] + [
         array.ravel().tolist() for array in arrays
     ]
-    return {loaded.header.round, *(number for part in everything for number in part)}
+    return {loaded.round, *(number for part in everything for number in part)}
 
 
 def load(folder: Path) -> LoadedCheckpoint:
@@ -167,10 +167,12 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
         np.array([[1.0, np.nan], [2.0, -0.0], [3.0, 0.5], [4.0, np.inf]]), ("round", "loss_mean")
     )
     nothing = LedgerTable(np.zeros((0, 1), dtype=np.int64), ("down",))
-    header = Header("pfedla", 12, config_of(0, "méthode" + "x" * 100_000))
+    config = config_of(0, "méthode" + "x" * 100_000)
     store.save(
         Snapshot(
-            header=header,
+            method="pfedla",
+            round=12,
+            config=config,
             layout=LAYOUT,
             data=DATA,
             server=server,
@@ -184,7 +186,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
 
     loaded = load(tmp_path)
     assert loaded.path == tmp_path / "checkpoint.h5"
-    assert loaded.header == header
+    assert (loaded.round, loaded.record) == (12, yaml.safe_load(config))
     assert loaded.data == DATA
     assert loaded.layout == LAYOUT
     assert list(loaded.server) == list(server)
@@ -496,7 +498,7 @@ def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(die)
-    store.save(snapshot_of(loaded.header.round + 1))
+    store.save(snapshot_of(loaded.round + 1))
 
 
 def kill_at_each_step(folder: Path) -> int:

@@ -14,7 +14,7 @@ import torch
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.registries import load_config
-from hpcfl.storage.ledger import METRICS, Evaluation, Ledger, can_restore
+from hpcfl.storage.ledger import METRICS, Evaluation, Ledger
 
 LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
@@ -105,6 +105,16 @@ def test_weights_are_numbers_of_samples() -> None:
     assert np.isnan(ledger.last("accuracy_after_download"))
 
 
+def test_a_diagnostic_that_is_only_sometimes_there_is_refused() -> None:
+    ledger, figures = new_ledger(), (evaluation([0, 0, 0]), NUM_SAMPLES, UNKNOWN)
+    ledger.record_evaluation(1, *figures, {"graph": UNKNOWN})
+    for found in ({}, {"graph": UNKNOWN, "zeta": UNKNOWN}):
+        with pytest.raises(TypeError, match=r"method.name=pfedla: the diagnostic (graph|zeta) is in some"):
+            ledger.record_evaluation(2, *figures, found)
+    ledger.record_evaluation(2, *figures, {"graph": UNKNOWN})
+    assert ledger.history()["graph"].shape == (2, 3)
+
+
 def test_bytes_of_clients_add_up_over_rounds(ledger: Ledger) -> None:
     assert ledger.client_bytes.tolist() == [[24, 24], [12, 12], [4, 12]]
 
@@ -187,7 +197,6 @@ def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
         cohort = Cohort(number, members, torch.tensor([7, 7]))
         losses = {client: 0.25 for client in members if client not in lost}
         ledger.record_round(cohort, moved, dict.fromkeys(members, 1), losses, 0.5, 1.0, (), lost, 2.5)
-    assert can_restore(ledger.tables())
     restored.restore(ledger.tables(), ledger.history())
     assert restored.lost.tolist() == [1, 2, 0]
     assert restored.simulated_s == 5.0

@@ -102,7 +102,7 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
     (tmp_path / ".lock").write_text(f"{owner}\n")
     # whether the owner lives cannot be told
     assert holder(tmp_path) == Holder(owner, False, False)
-    with pytest.warns(UserWarning, match="ends soon, with exit code 74") as warned:
+    with pytest.warns(UserWarning, match="soon, with exit code 74") as warned:
         held = FolderLock(tmp_path)
     assert held.lost() is None
     (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
@@ -114,7 +114,7 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
         f"{tmp_path}: this file system has no locks: any later start takes the folder over"
     )
     assert taken.startswith(
-        f"{tmp_path} has the lock of {owner}, which is not seen here and is taken for dead"
+        f"{tmp_path} was locked by {owner}. This machine cannot see whether it still runs"
     )
 
 
@@ -134,11 +134,12 @@ def test_an_owner_elsewhere_that_is_not_seen_is_taken_for_dead(tmp_path: Path) -
     """As a job on a lost node, which is requeued elsewhere."""
     (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
     assert holder(tmp_path) == Holder(FOREIGN, False, False)
-    with pytest.warns(UserWarning, match="taken for dead") as told, FolderLock(tmp_path) as held:
+    with pytest.warns(UserWarning, match="so this run takes over") as told, FolderLock(tmp_path) as held:
         assert held.lost() is None
     assert [str(entry.message) for entry in told] == [
-        f"{tmp_path} has the lock of {FOREIGN}, which is not seen here and is taken for dead; if it runs "
-        "(see squeue, or ps on that machine), it ends soon, with exit code 74"
+        f"{tmp_path} was locked by {FOREIGN}. This machine cannot see whether it still runs (see "
+        "squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, with "
+        "exit code 74"
     ]
 
 

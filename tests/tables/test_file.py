@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from refusals import refused, refused_once_changed
 
-from hpcfl.config import GROUPS, flatten
+from hpcfl.config.keys import GROUPS, flatten
 from hpcfl.errors import UserError
 from hpcfl.main import main
 from hpcfl.tables.cells import Table

@@ -25,7 +25,7 @@ import yaml
 from bits import differing, run_here, tiny_settings, write_digits
 from processes import REPOSITORY, Mpirun, run_tree
 
-from hpcfl.config import ENVIRONMENT
+from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS

@@ -17,6 +17,7 @@ from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Federation
 from hpcfl.training import scoring
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.losses import class_probabilities
 from hpcfl.training.scoring import BatchedScorer
 
 SIZES = (13, 1, 8, 3)
@@ -27,7 +28,7 @@ def one_by_one(clients: ClientGroup, model: Message) -> Tensor:
     rows = []
     for position in range(len(clients)):
         x, y = clients.samples("train", position)
-        probabilities = clients.probabilities(model, position, x)
+        probabilities = clients.outputs(model, position, class_probabilities, x)
         is_right = probabilities.argmax(dim=1) == y
         rows.append(torch.stack([is_right.double().mean(), nll_loss(probabilities.log(), y).double()]))
     return torch.stack(rows)
