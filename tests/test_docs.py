@@ -226,9 +226,13 @@ FAULTS = {
         "storage/test_faults.py::test_a_flipped_byte_in_any_group_falls_back",
         "simulation/test_resume.py::test_a_damaged_checkpoint_falls_back_to_the_previous",
     ],
+    "all checkpoints gone": [
+        "storage/test_runfolder.py::test_a_folder_without_a_checkpoint_starts_at_round_0",
+    ],
     "other files of the run cut or gone": [
         "storage/test_faults.py::test_all_files_but_the_older_checkpoint_are_cut",
         "storage/test_faults.py::test_config_yaml_cut_anywhere_is_read_or_made_up_for",
+        "storage/test_faults.py::test_a_folder_without_config_yaml_is_resumed",
     ],
     "a checkpoint of another run, method, model or version": [
         "storage/test_faults.py::test_a_checkpoint_of_another_run_is_refused",

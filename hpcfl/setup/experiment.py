@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -196,6 +198,8 @@ def build(config: Config, world: Communicator) -> Experiment:
 
 def prepare(run: RunConfig, world: Communicator) -> torch.device:
     """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
+    if run.threads > (cores := len(os.sched_getaffinity(0))):
+        warnings.warn(f"run.threads={run.threads} on {cores} cores is slow; lower it", stacklevel=1)
     torch.set_num_threads(run.threads)
     # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32

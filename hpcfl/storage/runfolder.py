@@ -136,6 +136,8 @@ class RunFolder:
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_checkpoint(layout)
+            if self.checkpoint is None and (self.path / "metrics.csv").exists():
+                warnings.warn(f"{self.path} has no checkpoint; starting over at round 0", stacklevel=1)
             self._write_record(ranks, command)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
@@ -314,7 +316,7 @@ class RunFolder:
         return self.path.is_dir() and all(entry.name in passing for entry in self.path.iterdir())
 
     def _is_ours(self) -> bool:
-        return self._is_empty() or (self.path / "config.yaml").is_file()
+        return self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists
 
     def _recorded(self) -> dict[str, Any] | None:
         """Return the keys of config.yaml; None without it, or if it is damaged and there is a checkpoint.
@@ -324,6 +326,8 @@ class RunFolder:
         """
         path = self.path / "config.yaml"
         if not path.is_file():
+            if self.store.exists:
+                warnings.warn(f"{path} is missing, and written anew", stacklevel=1)
             return None
         if_damaged = "restore it from a backup, or add --fresh to move the folder aside and start over"
         try:

@@ -565,6 +565,18 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
 
+@pytest.mark.filterwarnings("always:.*missing")
+def test_a_folder_without_config_yaml_is_resumed(
+    settings: list[str], undisturbed: Path, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "config.yaml").unlink()
+    assert run_here(copied, settings) == FINISHED
+    assert (
+        f"hpcfl: warning: {copied / 'config.yaml'} is missing, and written anew\n" in capfd.readouterr().err
+    )
+    assert not differing(undisturbed, copied)
+
+
 def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
     whole = (copied / "config.yaml").read_bytes()
     config = load_config(None, settings)

@@ -297,13 +297,18 @@ def test_other_help_texts_are_not_resumed(
     assert results(tmp_path / "run") == before
 
 
-def test_a_folder_without_a_checkpoint_starts_at_round_0(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("always:.*no checkpoint")
+def test_a_folder_without_a_checkpoint_starts_at_round_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     before = untimed(tmp_path / "run")
     (tmp_path / "run" / "checkpoint.h5").unlink()
     (tmp_path / "run" / "metrics.csv").write_text("rubbish")
+    capsys.readouterr()
     assert main(words) == FINISHED
+    assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err
     assert untimed(tmp_path / "run") == before
 
 
