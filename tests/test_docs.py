@@ -167,7 +167,7 @@ FAULTS = {
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
         "storage/test_lock.py::test_an_owner_that_was_taken_for_dead_is_told_and_leaves_the_name_of_the_other",
     ],
-    "the same where `hpcfl doctor` misses locks": [
+    "a second run on a folder, on a file system without file locks (`hpcfl doctor` tells)": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
         "storage/test_faults.py::test_a_run_whose_folder_another_has_taken_over_ends",
         "storage/test_lock.py::test_where_there_are_no_locks_a_later_start_takes_the_folder_over",
