@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BUFFERS = "buffers"
 """Name of the running statistics in a message; their bytes have a column of their own."""
@@ -143,9 +143,12 @@ class Message:
 
 def packed(bits: Tensor) -> Tensor:
     """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)]; the first bit of a byte is its highest."""
-    return torch.from_numpy(np.packbits(bits.numpy(force=True), axis=1)).to(bits.device)
+    places = torch.arange(7, -1, -1, device=bits.device)
+    bytes_ = pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8)) << places
+    return bytes_.sum(dim=2).to(torch.uint8)
 
 
 def unpacked(packed: Tensor) -> Tensor:
     """Undo `packed`: bool [C, 8 bytes], the last of which may be filled up with zeros."""
-    return torch.from_numpy(np.unpackbits(packed.numpy(force=True), axis=1)).bool().to(packed.device)
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(2) >> places) & 1).bool().flatten(1)

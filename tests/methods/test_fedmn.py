@@ -427,9 +427,8 @@ def test_a_chain_is_refused_on_three_ranks_and_more(
     told = capfd.readouterr().err
     assert told.count("hpcfl: error: ") == world.is_server
     if world.is_server:
-        workers = f"and {world.num_workers} workers"
-        assert f"method.order=chain trains a round's clients one after the other, {workers}" in told
-        assert "start one or two ranks, or drop it" in told
+        assert "method.order=chain trains a round's clients one after the other and needs" in told
+        assert f"not {world.num_workers}: start one or two ranks, or remove this key" in told
 
 
 # Decisions

@@ -293,7 +293,7 @@ def test_each_client_does_its_own_steps() -> None:
     seen: list[list[int]] = [[] for _ in range(4)]
     for batch in clients.batches():
         members = range(4) if isinstance(batch.members, slice) else batch.members.tolist()
-        clients._count(batch)
+        clients.record(batch, torch.zeros(()))
         for member, index in zip(members, batch.index.tolist(), strict=True):
             seen[member] += index
             assert len(index) <= place.work.batch_size(member)
