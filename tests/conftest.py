@@ -43,9 +43,19 @@ QUICK = {
 LONGEST = [
     f"test_{name}"
     for name in (
-        *("docs", "bits", "unseen", "paper_figures", "process_faults", "jobs", "marked_device", "take_away"),
-        *("resume", "methods", "table", "under_mpirun", "sharded_runs", "divergence", "networks", "bench"),
-        *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports", "clients", "privacy"),
+        *("docs", "process_faults", "jobs", "transports", "methods", "unseen", "bits", "trackers"),
+        *(
+            "divergence",
+            "faults",
+            "sharded_runs",
+            "nodes",
+            "marked_device",
+            "under_mpirun",
+            "golden",
+            "bench",
+        ),
+        *("paper_figures", "cli", "networks", "plan", "configs", "local_settings", "adaptation", "table"),
+        *("privacy", "page", "hostile", "clients", "resume", "take_away", "fedmn", "fedafk", "slurm_nodes"),
     )
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
