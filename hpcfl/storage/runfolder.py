@@ -136,7 +136,8 @@ class RunFolder:
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_checkpoint(layout)
-            if self.checkpoint is None and (self.path / "metrics.csv").exists():
+            metrics = self.path / "metrics.csv"
+            if self.checkpoint is None and metrics.is_file() and len(metrics.read_text().splitlines()) > 1:
                 warnings.warn(f"{self.path} has no checkpoint; starting over at round 0", stacklevel=1)
             self._write_record(ranks, command)
         except OSError as error:
