@@ -45,7 +45,8 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
     .tex, .csv, diagnostics.csv, figure.png. The same command resumes. key.sub=value is for all cells,
-    but the file of the data (data.source, data.path and so on) only for those of each --column.
+    and refused where a row or column sets the key; the file of the data (data.source, data.path and so
+    on) is only for the cells of each --column.
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
