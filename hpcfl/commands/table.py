@@ -44,9 +44,8 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
-    .tex, .csv, diagnostics.csv, figure.png. The same command resumes. key.sub=value is for all cells,
-    and refused where a row or column sets the key; the file of the data (data.source, data.path and so
-    on) is only for the cells of each --column.
+    .tex, .csv, diagnostics.csv, figure.png. The same command resumes. key.sub=value, which no row or
+    column may set, is for all cells; the file of the data (data.source, data.path, ...) for --column's.
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
