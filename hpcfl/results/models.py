@@ -198,7 +198,7 @@ class TrainedModels:
     def _global(self) -> Tensors:
         """Return the server's model; raise UserError if it has no model for all clients."""
         method, name = self.method, self.config.method.name
-        theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
+        theirs = f"take a client's, 0 to {self.num_clients - 1}"
         if not method.traits.has_global_model:
             others = ", ".join(name for name, kind in METHODS.items() if kind.traits.has_global_model)
             raise UserError(f"method.name={name} has no global model; {theirs}; methods with one: {others}")
