@@ -212,7 +212,7 @@ def test_who_has_a_global_model(place: Place) -> None:
     has, lacks = ["scaffold", "fedprox", "fedrod"], ["pfedla", "fedem", "fedbn", "fedper", "local", "fedmn"]
     assert all(METHODS[name].traits.has_global_model for name in has)
     for name in lacks:
-        message = rf"method.name={name} has no global model; take a client's, 0 to 6, or all; .*fedavg"
+        message = rf"method.name={name} has no global model; take a client's, 0 to 6; .*fedavg"
         with pytest.raises(UserError, match=message):
             place.run(name).model("global")
     with pytest.raises(UserError, match=r"ditto has no running statistics.*train.buffers=local.*client's"):
