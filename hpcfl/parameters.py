@@ -74,6 +74,11 @@ class ParameterLayout:
             _display(name) for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
         )
 
+    @property
+    def slots(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        """The tensors of both vectors, in their order: trainable numbers and running statistics."""
+        return self.parameters, self.buffers
+
     def layers(self, granularity: Granularity | Literal["child"] = "module") -> tuple[Layer, ...]:
         """Split [0, P) into layers, in order.
 

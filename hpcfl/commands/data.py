@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.data.sources import fetch
+from hpcfl.data.torchvision_datasets import NAMES
 
 
 def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
@@ -19,7 +20,7 @@ def parser() -> Parser:
     """Return what reads the words of `hpcfl data`."""
     parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])
-    parser.add_argument("name", help="mnist, fashionmnist, emnist, cifar10 or cifar100")
+    parser.add_argument("name", help=", ".join(NAMES))
     parser.add_argument(
         "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
     )

@@ -124,8 +124,7 @@ def _of_methods(group: str, key: str) -> str:
     """Return the other defaults that methods have for a key of every run."""
     found = []
     for name, method in METHODS.items():
-        traits = method.traits
-        others = {"train": traits.train_defaults, "server": traits.server_defaults}.get(group, {})
+        others = method.traits.defaults.get(group, {})
         found += [f"{name} {shown(others[key])}"] if key in others else []
     return f". Default of {', '.join(found)}" if found else ""
 

@@ -65,9 +65,9 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
         and choices["data.partition"].known[names["data.partition"]].counts is not None
     ):
         data["clients"] = DEFAULT_CLIENTS
-    traits = registries.method.known[names["method"]].traits
-    given["train"] = traits.train_defaults | given["train"]
-    given["server"] = traits.server_defaults | given["server"]
+    of_method = registries.method.known[names["method"]].traits.defaults
+    for group, others in of_method.items():
+        given[group] = others | given[group]
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}
     known = [f"{group}.{key}" for group in choices for key in ("name", "path")] + ["data.reader"]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
@@ -79,7 +79,6 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
         group: Chosen(names[group], _validate(group, kinds[group], given[group]), files[group])
         for group in choices
     }
-    of_method = {"train": traits.train_defaults, "server": traits.server_defaults}
     common: dict[str, Any] = {
         group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in COMMON.items()
     }

@@ -165,12 +165,11 @@ def fetch(source: str, root: str) -> Path:
     Raises:
         UserError: nothing to fetch for this source, or the download failed.
     """
-    fetched = [name for name, known in SOURCES.items() if known.reader is _read_images]
-    if source in SOURCES and source not in fetched:
+    if source in SOURCES and source not in torchvision_datasets.NAMES:
         names = SOURCES[source].path_names
         why = "it is bundled" if names is None else f"name yours with data.path={names}"
         raise UserError(f"data.source={source}: there is nothing to fetch; {why}")
-    return torchvision_datasets.download(one_of("data set", source, fetched), root)
+    return torchvision_datasets.download(one_of("data set", source, torchvision_datasets.NAMES), root)
 
 
 def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:

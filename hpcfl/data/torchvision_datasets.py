@@ -40,6 +40,8 @@ _ON_DISK = {
     ),
     "cifar100": _OnDisk("CIFAR100", "cifar-100-python", ("train", "test", "meta")),
 }
+NAMES = tuple(_ON_DISK)
+"""Sources that can be fetched."""
 
 
 def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -159,6 +159,11 @@ class Traits:
     """Keys under `train.*` that must keep their defaults with this method, each with the reason: half a
     sentence that begins with "whose" or "which"."""
 
+    @property
+    def defaults(self) -> dict[str, dict[str, Any]]:
+        """Both kinds of defaults, by group of keys."""
+        return {"train": self.train_defaults, "server": self.server_defaults}
+
     def replace(self, **changes: Any) -> Traits:
         """Return these traits with some changes."""
         return replace(self, **changes)

@@ -58,7 +58,7 @@ class TrainedModels:
             # the run has printed these warnings already
             warnings.simplefilter("ignore")
             method = method_of(config, self.data)
-        if (method.layout.parameters, method.layout.buffers) != self._checkpoint.layout:
+        if method.layout.slots != self._checkpoint.layout:
             raise UserError(
                 f"{self.path} holds a model of another structure, written by another version of hpcfl or of "
                 "torchvision; use that version"

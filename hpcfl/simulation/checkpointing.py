@@ -79,7 +79,7 @@ class Saver:
                     self._config.method.name,
                     done,
                     self._config.yaml(),
-                    (self._method.layout.parameters, self._method.layout.buffers),
+                    self._method.layout.slots,
                     self._federation.experiment.data,
                     server,
                     self._method.derived(server),

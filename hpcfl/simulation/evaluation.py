@@ -68,8 +68,7 @@ class Evaluator:
         figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
         if found is not None and figures is not None:
             ids = list(cohort.clients)
-            of_each = (found.accuracy, found.loss, found.after_download, found.accuracy_val)
-            for of_all, figure in zip(of_each, figures.T.numpy(), strict=True):
+            for of_all, figure in zip(found.columns, figures.T.numpy(), strict=True):
                 of_all[ids] = figure
 
     def client_metrics(self, server: State, done: int) -> ClientMetrics:

@@ -7,7 +7,7 @@ statistics, indices).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +83,11 @@ class Evaluation:
     """Accuracy of the model right after a download; nan where a client has none. Not for unseen clients."""
     accuracy_val: np.ndarray
     """Accuracy on validation samples; nan without `train.patience`, and for unseen clients."""
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """The arrays themselves, in this order."""
+        return self.accuracy, self.loss, self.after_download, self.accuracy_val
 
     @staticmethod
     def zeros(num_clients: int) -> Evaluation:
@@ -229,7 +234,7 @@ class Ledger:
                 "in others; return it in all, with nan where it is unknown"
             )
         count = len(after_training)
-        accuracy, loss, after_download, of_val = (of_all[:count] for of_all in astuple(found))
+        accuracy, loss, after_download, of_val = (of_all[:count] for of_all in found.columns)
         values = {
             "round": round,
             "wall_s": self.wall_s,

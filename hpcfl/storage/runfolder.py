@@ -185,7 +185,7 @@ class RunFolder:
         other = None
         if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
-        elif found.layout != (layout.parameters, layout.buffers):
+        elif found.layout != layout.slots:
             other = "a model of another structure"
         if other:
             raise UserError(

@@ -83,7 +83,7 @@ class Snapshot:
     config: str
     """The configuration as YAML."""
     layout: tuple[tuple[Slot, ...], tuple[Slot, ...]]
-    """The tensors of the two flat vectors of a model, in their order: trainable numbers and buffers."""
+    """The model's `ParameterLayout.slots`."""
     data: DataRecord
     server: Mapping[str, torch.Tensor]
     derived: Mapping[str, torch.Tensor]

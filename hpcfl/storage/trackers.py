@@ -185,6 +185,9 @@ class EventFile(Tracker):
             event.summary.MergeFrom(scalar(name, value))
         event.summary.MergeFrom(histogram("accuracy_of_clients", accuracy, BINS))
         self._writer.write_event(event)
+
+    def append(self, ledger: Ledger) -> None:
+        super().append(ledger)
         self._writer.flush()
 
     def close(self, is_finished: bool) -> None:

@@ -117,8 +117,11 @@ class Table:
         self.folder = out or Path("runs") / name
         self.chosen_columns = _matching("--column", in_columns, self.columns)
         """Labels of the columns of which cells are run."""
+        of_all = [word for word in overrides if not _is_of_a_column(word)]
+        changes = [word for word in of_all if not word.startswith(_CHANGE_NO_RESULT)]
+        self._check_not_replaced(layers, changes)
         self._longest = 0
-        self.cells = self._cells(layers, overrides, rounds)
+        self.cells = self._cells(layers, overrides, of_all, rounds)
         """All cells, ordered by seed, then by column, then by row."""
         self._check(layers, overrides)
         rows = _matching("--row", in_rows, self.labels)
@@ -128,7 +131,7 @@ class Table:
             raise UserError(f"{path}: the chosen rows have no cell in the chosen columns; choose others")
         self.not_run: dict[str, str] = {}
         """Why the data of a column, by its label, cannot be read; known once its methods have been made."""
-        self.title = file.title + self._changes(of_file, rounds, overrides)
+        self.title = file.title + self._changes(of_file, rounds, changes)
 
     @property
     def labels(self) -> list[str]:
@@ -154,9 +157,14 @@ class Table:
         axes = (by_name.get(quantity, ()) for by_name in known)
         return next((found for found in axes if len(found) > 1), ())
 
-    def _cells(self, layers: Sequence[TableFile], overrides: Sequence[str], rounds: int | None) -> list[Cell]:
-        of_all = [word for word in overrides if not _is_of_a_column(word)]
-        self._check_not_replaced(layers, of_all)
+    def _cells(
+        self,
+        layers: Sequence[TableFile],
+        overrides: Sequence[str],
+        of_all: Sequence[str],
+        rounds: int | None,
+    ) -> list[Cell]:
+        """Resolve all cells: `overrides` are for those of the chosen columns, `of_all` for the others."""
         cells = []
         for seed in self.seeds:
             for column in self.columns:
@@ -174,9 +182,9 @@ class Table:
             raise UserError(f"{self.path}: every row is left out of every column; drop a `without`")
         return cells
 
-    def _check_not_replaced(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
+    def _check_not_replaced(self, layers: Sequence[TableFile], changes: Sequence[str]) -> None:
         """Refuse to replace for all cells what a row or a column differs in: its label would be wrong."""
-        given = {word.partition("=")[0]: word for word in overrides if not word.startswith(_CHANGE_NO_RESULT)}
+        given = {word.partition("=")[0]: word for word in changes}
         rows = [("row", self.labels, row) for layer in layers for row in layer.rows]
         columns = [("column", self.columns, column) for layer in layers for column in layer.columns]
         for kind, labels, entry in (*rows, *columns):
@@ -252,15 +260,13 @@ class Table:
                     f"more axes of any row's method; allowed: {known or 'none, so remove this figure'}"
                 )
 
-    def _changes(self, seeds: Sequence[int], rounds: int | None, overrides: Sequence[str]) -> str:
+    def _changes(self, seeds: Sequence[int], rounds: int | None, changes: Sequence[str]) -> str:
         """Say behind the title what the command line leaves out and changes."""
         shrunk = []
         if rounds is not None and rounds < self._longest:
             shrunk.append(f"at most {rounds} rounds instead of {self._longest}")
         if self.seeds != seeds:
             shrunk.append(f"seeds {_listed(self.seeds)} of {_listed(seeds)}")
-        of_all = [word for word in overrides if not _is_of_a_column(word)]
-        changes = [word for word in of_all if not word.startswith(_CHANGE_NO_RESULT)]
         notes = [f"shrunk: {_listed(shrunk)}"] * bool(shrunk) + [f"with {_listed(changes)}"] * bool(changes)
         return f" ({'; '.join(notes)})" if notes else ""
 
