@@ -49,9 +49,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
-      columns:
-        - {label: many, data: {clients: 100}}
-        - {sweep: {key: train.lr, values: [0.1, 0.2]}}
+      columns: [{label: many, data: {clients: 100}}, {sweep: {key: train.lr, values: [0.1, 0.2]}}]
       rows:
         - {method: {name: pfedla}, published: {many: 61.4}, tuned: train.lr of 0.1 and 0.2}
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
@@ -82,6 +80,11 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         )
         if options.plan:
             print(run_collectively(world, lambda: as_text(plan(table)) if world.is_server else ""))
+            return False
+        if options.no_run:
+            run_collectively(
+                world, lambda: _finish(table, say, options.write_results) if world.is_server else []
+            )
             return False
         own = table.chosen[part - 1 :: num_parts]
         pending = run_collectively(
@@ -125,6 +128,9 @@ def parser() -> Parser:
     parser.add_argument("--seeds", type=seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
         "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
+    )
+    parser.add_argument(
+        "--no-run", action="store_true", help="run nothing: only show the table of what is finished"
     )
     parser.add_argument(
         "--write-results",

@@ -22,7 +22,8 @@ def document(table: Table, results: Sequence[Result], compared: Sequence[Differe
     grids = [] if table.columns == [ONLY] else [_overview(table, results)]
     for column in table.columns:
         of_column = [result for result in results if result.column == column]
-        if of_column:
+        # a column without a finished cell is in the overview
+        if column == ONLY or any(result.runs for result in of_column):
             grids.append(_details(table, column, of_column))
     if compared:
         grids.append(_comparison(table, compared))

@@ -485,7 +485,7 @@ def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> No
 def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["table", "--help"])
-    example = re.search(r"^  columns:\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
+    example = re.search(r"^  columns: .*\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
     assert example
     path = tmp_path / "example.yaml"
     path.write_text(f"title: t\nseeds: [0]\n{textwrap.dedent(example[0])}")

@@ -337,7 +337,17 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     assert out.splitlines()[-1].endswith(
         shlex.join(["--column", "half", "--row", "local", "--part", "2/2", "--out", str(folder)])
     )
-    before = accuracies(folder)
+    # a column of which nothing is finished is in the overview only
+    assert "\nA half!:\n" in out
+    assert "\nall:\n" not in out
+    before, files_before = accuracies(folder), files(folder)
+    assert table(folder, *own, "--no-run", "--write-results") == FINISHED
+    out = capsys.readouterr().out
+    assert "\ncell " not in out
+    assert "missing" in out
+    assert files(folder) == files_before
+    results = rows_of(tmp_path / "results" / "columns.csv")
+    assert [row["seeds"] for row in results] == ["0", "0", "1"]
     assert table(folder, *own, "--column", "all", "--write-results") == FINISHED
     out = capsys.readouterr().out
     assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 1/2:", "cell 2/2:"]
