@@ -29,7 +29,7 @@ from hpcfl.errors import UserError
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import torch_stream
 
-NEEDS_EXTRA = 'privacy.unit needs the package dp-accounting; type: pip install "hpcfl[privacy]"'
+NEEDS_EXTRA = 'privacy.unit needs the package dp-accounting; type: pip install -e ".[privacy]"'
 
 ORDERS = range(2, 257)
 """Renyi orders that are tried; whole ones, for which the divergence is a finite sum."""

@@ -546,7 +546,7 @@ class RunConfig(Settings):
     """Whether a finished run writes report.html, a page with its results; changes no result."""
     tracker: Literal["mlflow", "tensorboard", "wandb"] | None = Field(None, json_schema_extra=NO_RESULT)
     """Also send the columns of metrics.csv, round by round, to an MLflow server, to a TensorBoard file in the
-    run folder, or to Weights & Biases. Needs the extra of that name (`pip install "hpcfl[wandb]"`); changes
+    run folder, or to Weights & Biases. Needs the extra of that name (`pip install -e ".[wandb]"`); changes
     no result."""
 
 

@@ -66,7 +66,7 @@ def _read(path: str, where: str) -> pd.DataFrame:
     except ImportError as error:
         raise UserError(
             f"data.source=csv needs the package pandas ({one_line(error)}); install it with: "
-            'pip install "hpcfl[tables]"'
+            'pip install -e ".[tables]"'
         ) from error
     file = Path(path).expanduser()
     # unlike Path's method, returns False for an invalid name

@@ -248,4 +248,4 @@ def test_without_pandas_it_says_what_to_install(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pandas", None)
     said = refusal(table(tmp_path, TABLE), "data.target=kind")
     assert said.startswith("data.source=csv needs the package pandas (")
-    assert said.endswith('; install it with: pip install "hpcfl[tables]"')
+    assert said.endswith('; install it with: pip install -e ".[tables]"')

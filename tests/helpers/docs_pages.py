@@ -56,10 +56,10 @@ def overview() -> str:
         "Each method is one file, `hpcfl/methods/NAME.py`. It opens with the citation, the update rules and\n"
         "the choices that the paper leaves open; these pages are made from the files.\n"
         "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its own keys.\n\n"
-        "`scored`: the moment of a round whose model `accuracy_mean` is of, as in the method's paper\n"
-        "([all moments](../concepts.md#which-model-is-scored-and-when)). The four columns of numbers are\n"
-        "ratios to `fedavg`, which has 1. `down` and `up`: bytes that a client receives and sends in\n"
-        "a small run on the digits. `round` and `evaluation`: time of a round\n"
+        "`scored`: when in a round the model is scored that `accuracy_mean` reports, as in the method's\n"
+        "paper ([all moments](../concepts.md#which-model-is-scored-and-when)). The four columns of\n"
+        "numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a client receives and\n"
+        "sends in a small run on the digits. `round` and `evaluation`: time of a round\n"
         "of one local epoch, and of an evaluation, on one core (`hpcfl bench --parts methods`).\n\n"
         + table(("name", "what it does", "scored", "down", "up", "round", "evaluation", "defined in"), rows)
     )
