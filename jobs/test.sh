@@ -5,7 +5,7 @@
 #     bash jobs/test.sh -m quick              half a minute, while one works
 #     bash jobs/test.sh -m gpu                those that need a GPU; each is skipped where there is none
 #     bash jobs/test.sh -m soak               the soak tests: long runs and long sweeps, minutes each
-#     bash jobs/test.sh -m nodes              all networks, MPIs and faults on several played nodes, an hour
+#     bash jobs/test.sh -m nodes              all networks, MPIs and faults on several simulated nodes, an hour
 #     bash jobs/test.sh PYTEST OPTIONS        those that the options choose
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test

@@ -131,7 +131,7 @@ class Federation:
         return replace(cohort, workers=workers)
 
     def migrations(self, cohort: Cohort) -> list[Migration]:
-        """Return the migration of each member that trains away from home."""
+        """Return the migration of each member that trains on another worker than its own."""
         if cohort.workers is None:
             return []
         homes = self.channel.homes(cohort)
