@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install hpcfl and the pinned packages into .venv, once; sourced by the other scripts.
 #
-#     source jobs/environment.sh EXTRAS      EXTRAS of pyproject.toml, such as mpich or mpich,test
+#     bash jobs/environment.sh EXTRAS        EXTRAS of pyproject.toml, such as mpich or mpich,test
+#     source jobs/environment.sh EXTRAS      the same, in a script
 #
 # Leaves the shell in the repository root, with the programs of .venv first in PATH.
 set -euo pipefail

@@ -48,6 +48,11 @@ def commands(text: str) -> list[list[str]]:
     return [words for words in found if words and words[0] in PROGRAMS]
 
 
+def typed(page: Path) -> list[list[str]]:
+    """Return the words of each command of a page."""
+    return [words for language, text, _ in steps(page) if not language for words in commands(text)]
+
+
 def steps(page: Path) -> list[tuple[str, str, str]]:
     """Return language, text and file of each block of a page; its file is named right before it."""
     text = page.read_text()
@@ -87,26 +92,20 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
 
 def test_no_two_pages_use_one_run_folder_otherwise() -> None:
     """A reader who has done one page can do the next one in the same place."""
-    users: dict[str, dict[str, set[str]]] = {}
+    uses: dict[str, set[tuple[str, str]]] = {}
     for page in WALKED:
-        for language, text, _ in steps(page):
-            for words in commands(text) if not language else ():
-                if "run" in words and "--out" in words:
-                    folder = words[words.index("--out") + 1]
-                    users.setdefault(folder, {}).setdefault(page.stem, set()).add(shlex.join(words))
-    assert len(users) > 30
-    shared = {folder: pages for folder, pages in users.items() if len(pages) > 1}
-    assert all(len(set().union(*pages.values())) == 1 for pages in shared.values()), shared
+        for words in typed(page):
+            if "run" in words and "--out" in words:
+                folder = words[words.index("--out") + 1]
+                uses.setdefault(folder, set()).add((page.stem, shlex.join(words)))
+    assert len(uses) > 30
+    for folder, of_folder in uses.items():
+        pages, ways = map(set, zip(*of_folder, strict=True))
+        assert len(pages) == 1 or len(ways) == 1, (folder, of_folder)
 
 
 def test_all_commands_that_the_walks_leave_out_are_on_a_page() -> None:
-    walked = [
-        shlex.join(words)
-        for page in WALKED
-        for language, text, _ in steps(page)
-        if not language
-        for words in commands(text)
-    ]
+    walked = [shlex.join(words) for page in WALKED for words in typed(page)]
     assert set(ELSEWHERE) <= set(walked)
     assert len(set(walked) - set(ELSEWHERE)) >= 50
 

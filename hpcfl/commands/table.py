@@ -81,10 +81,14 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         if options.plan:
             print(run_collectively(world, lambda: as_text(plan(table)) if world.is_server else ""))
             return False
-        if options.no_run:
-            run_collectively(
+
+        def finish() -> list[Cell]:
+            return run_collectively(
                 world, lambda: _finish(table, say, options.write_results) if world.is_server else []
             )
+
+        if options.no_run:
+            finish()
             return False
         own = table.chosen[part - 1 :: num_parts]
         pending = run_collectively(
@@ -98,9 +102,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
-        missing = run_collectively(
-            world, lambda: _finish(table, say, options.write_results) if world.is_server else []
-        )
+        missing = finish()
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
