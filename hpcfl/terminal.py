@@ -46,8 +46,8 @@ class Progress:
             self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-", curve="")
             self._bar.start()
 
-    def round_done(self, done: int, ledger: Ledger) -> None:
-        """Show that `done` rounds are complete."""
+    def round_done(self, done: int, ledger: Ledger, is_last: bool) -> None:
+        """Show that `done` rounds are complete; `is_last`: no round follows, also where more were planned."""
         accuracy = f"{ledger.last('accuracy_mean'):.2%}" if ledger.metrics else "-"
         if ledger.diverged.any():
             accuracy += f"  diverged {ledger.diverged.sum()}"
@@ -56,7 +56,6 @@ class Progress:
             drawn = curve(last, CURVE_WIDTH, self._bar.console.encoding) if len(last) > 1 else ""
             self._bar.update(self._bar.task_ids[0], completed=done, accuracy=accuracy, curve=drawn)
         now_s = time.monotonic()
-        is_last = done == self._rounds
         if is_last or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
             passed_s = now_s - self._began_s

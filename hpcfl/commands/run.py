@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -53,7 +53,9 @@ def run(
     """
     with ExitStack() as at_exit:
         noted: list[str] = []
-        at_exit.enter_context(warnings_to(noted.append))
+        warn: Callable[[str], None] = noted.append
+        # `warn` is looked up at each warning, also at exit
+        at_exit.enter_context(warnings_to(lambda text: warn(text)))
         at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
@@ -75,9 +77,9 @@ def run(
         )
         progress = Progress(folder.log if folder else None, options.quiet)
         at_exit.callback(progress.close)
-        at_exit.enter_context(warnings_to(progress.warn))
+        warn = progress.warn
         for text in noted:
-            progress.warn(text)
+            warn(text)
         for text in folder.notes if folder else ():
             (folder.log if folder and is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)

@@ -163,7 +163,7 @@ def _run_cells(
         cell = table.chosen[number]
         left = ""
         if done:
-            if _must_stop(world, stop):
+            if stop.agreed(world, A_CELL_NEEDS_S):
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
@@ -232,12 +232,6 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
 def _speech(quiet: bool) -> Callable[[str], None]:
     """Return what prints a line at once, or nothing."""
     return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
-
-
-def _must_stop(world: Communicator, stop: StopFlag) -> bool:
-    """Agree whether no further cell is started. Collective."""
-    wanted = stop.requested or (world.is_server and stop.time_is_short(A_CELL_NEEDS_S))
-    return world.maximum(int(wanted)) == 1
 
 
 def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:

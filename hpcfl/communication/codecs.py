@@ -20,8 +20,8 @@ it mixes a new start for each client, from which the client learns the same diff
 makes it send other numbers of it each time. The products of these with the models, which pFedLA learns its
 weights from, shrink towards zero, and the weights stay equal.
 
-Integers are never compressed. Running statistics are compressed by float16 only. topk leaves out tensors that
-do not consist of layers, or that the client did not receive. Each client's row is compressed by itself.
+Integers are never compressed. Running statistics are compressed by float16 only. topk sends whole what
+does not consist of layers, and what the client did not receive. Each client's row is compressed by itself.
 """
 
 from __future__ import annotations

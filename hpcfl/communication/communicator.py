@@ -356,8 +356,8 @@ class Communicator:
         """Convert counts per worker to counts per rank; raise UserError if the sum exceeds `max_elements`."""
         if sum(counts) > self.max_elements:
             error = UserError(
-                f"run.max_elements={self.max_elements} is too small for a message of one client; allowed: "
-                f"{sum(counts)} or more"
+                f"run.max_elements={self.max_elements} is too small for a message; allowed: {sum(counts)} or "
+                "more"
             )
             error.is_on_all_ranks = True
             raise error

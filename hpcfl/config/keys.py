@@ -478,16 +478,6 @@ class CommConfig(Settings):
         """Whether clients remember what topk did not send."""
         return self.error_feedback is not False
 
-    def in_use(self) -> dict[str, Any]:
-        """Return the keys that affect a run, with the values in use; two runs that agree compress alike."""
-        coded = [direction for direction in ("down", "up") if self.codes(direction)]
-        of_topk = {} if self.uses_error_feedback else {"error_feedback": False}
-        return {
-            "codec": self.codec,
-            "directions": coded,
-            "topk_ratio": self.share if self.codec == "topk" else None,
-        } | of_topk
-
 
 class RunConfig(Settings):
     """The keys under `run.*`."""

@@ -135,7 +135,7 @@ def report_out_of_memory(world: Communicator) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         text = (
             f"{what}rank {world.rank} on {world.host} is out of memory; try {smaller}, or, as another run, a "
-            "smaller train.batch_size; rounds up to the checkpoint stay"
+            "smaller train.batch_size; the newest checkpoint, if there is one, is kept"
         )
         if world.size == 1:
             raise OutOfMemoryError(text) from None

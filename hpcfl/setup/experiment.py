@@ -332,8 +332,8 @@ def private_gradients(config: Config, method: Method, network: nn.Module) -> Pri
         return None
     if not MODELS[config.model.name].has_batched_engine:
         raise UserError(
-            f"privacy.unit=sample needs gradients of single samples, which model.name="
-            f"{config.model.name} has not; use another model, or privacy.unit=client"
+            f"privacy.unit=sample needs the gradient of each sample, and model.name={config.model.name} "
+            "cannot give it; use another model, or privacy.unit=client"
         )
     assert privacy.clip is not None
     assert privacy.noise is not None

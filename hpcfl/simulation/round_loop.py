@@ -102,7 +102,7 @@ class Simulation:
             stops = not is_over and self._must_stop()
             if is_over or stops or done % run.checkpoint_every == 0:
                 self._save(done, with_models=is_over)
-            self._progress.round_done(done, self.ledger)
+            self._progress.round_done(done, self.ledger, is_over)
             if stops:
                 return "stopped"
         # a finished run that is repeated without the key keeps its metrics
@@ -226,5 +226,4 @@ class Simulation:
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""
         needed_s = 1.5 * (self._longest_s + max(self.timing.save_s, default=0.0)) + 10
-        wanted = self._stop.requested or (self._world.is_server and self._stop.time_is_short(needed_s))
-        return self._world.maximum(int(wanted)) == 1
+        return self._stop.agreed(self._world, needed_s)

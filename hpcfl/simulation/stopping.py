@@ -7,6 +7,7 @@ import signal
 import time
 from types import FrameType
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import ForcedStop
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -42,6 +43,16 @@ class StopFlag:
     def time_is_short(self, needed_s: float) -> bool:
         """Return whether SLURM ends the job within `needed_s` seconds; False without an end time."""
         return self._end_s is not None and self._end_s - time.monotonic() < needed_s
+
+    def agreed(self, world: Communicator, needed_s: float) -> bool:
+        """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
+
+        Args:
+            world: the ranks.
+            needed_s: seconds of what would come next.
+        """
+        wanted = self.requested or (world.is_server and self.time_is_short(needed_s))
+        return world.maximum(int(wanted)) == 1
 
     def restore(self) -> None:
         """Restore the previous handlers."""

@@ -41,8 +41,6 @@ SCHEMA = 2
 LAYOUTS = ("parameters", "buffers")
 """Names of the parts of `Snapshot.layout`."""
 USER_BLOCK_BYTES = 512
-HASH_BLOCK_BYTES = 2**18
-"""Small: one of megabytes, made anew at each checkpoint, can scatter the memory of a long run."""
 
 
 class LoadedCheckpoint:
@@ -446,12 +444,8 @@ def find_damage(path: Path) -> str | None:
 
 
 def _sha256_after_user_block(raw: io.FileIO) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
     raw.seek(USER_BLOCK_BYTES)
-    while size := raw.readinto(buffer):
-        digest.update(buffer[:size])
-    return digest.hexdigest()
+    return hashlib.file_digest(raw, "sha256").hexdigest()
 
 
 def _user_block(digest: str) -> bytes:

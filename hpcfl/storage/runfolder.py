@@ -34,7 +34,7 @@ from hpcfl.storage.ledger import (
     write_partition,
 )
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
-from hpcfl.storage.reading import read_record
+from hpcfl.storage.reading import read_record, whole_lines
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import Snapshot
 from hpcfl.storage.trackers import Tracker, start_tracker
@@ -136,8 +136,7 @@ class RunFolder:
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_checkpoint(layout)
-            metrics = self.path / "metrics.csv"
-            if self.checkpoint is None and metrics.is_file() and len(metrics.read_text().splitlines()) > 1:
+            if self.checkpoint is None and len(whole_lines(self.path / "metrics.csv")) > 1:
                 warnings.warn(f"{self.path} has no checkpoint; starting over at round 0", stacklevel=1)
             self._write_record(ranks, command)
         except OSError as error:

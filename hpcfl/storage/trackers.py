@@ -23,9 +23,6 @@ BINS = np.linspace(0, 1, 21)
 PROJECT = "hpcfl"
 """Project of Weights & Biases and experiment of MLflow, where the user's environment names no other."""
 
-RUN_ID_NAME = "tracker.txt"
-"""File of a run folder: under which id Weights & Biases or MLflow know the run."""
-
 _PACKAGES = {
     "tensorboard": ("tensorboardX.event_file_writer", "tensorboardX"),
     "wandb": ("wandb", "wandb"),
@@ -72,7 +69,8 @@ class Tracker:
     """
 
     def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
-        file = folder / RUN_ID_NAME
+        # of each service its own: a resumed run may have another tracker
+        file = folder / f"{config.run.tracker}.txt"
         known = file.read_text().strip() if file.is_file() else None
         keys = {"folder": str(folder), **flatten(config.tree())}
         run_id, self._next_round = self._open(known, folder, keys, ledger.wall_s)

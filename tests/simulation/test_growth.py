@@ -46,8 +46,8 @@ class Counting(Progress):
         super().__init__()
         self.kept: list[Kept] = []
 
-    def round_done(self, done: int, ledger: Ledger) -> None:
-        super().round_done(done, ledger)
+    def round_done(self, done: int, ledger: Ledger, is_last: bool) -> None:
+        super().round_done(done, ledger, is_last)
         if done == FIRST:
             tracemalloc.start()
         if done in (FIRST, LAST):

@@ -59,6 +59,7 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     assert not is_over(run.done, 40, of_val[:-1].tolist(), 2)
     assert run.done == 2 * len(of_val) < 40
     assert run.model(0)
+    assert f" round {run.done}/40 " in (one / "log.txt").read_text()
     assert main(["watch", str(one)]) == 0
     assert "finished early, by train.patience" in capsys.readouterr().out
     figures = _figures(run, run.config)

@@ -305,7 +305,7 @@ def test_a_folder_without_a_checkpoint_starts_at_round_0(
     assert main(words) == FINISHED
     before = untimed(tmp_path / "run")
     (tmp_path / "run" / "checkpoint.h5").unlink()
-    (tmp_path / "run" / "metrics.csv").write_text("round\nrubbish")
+    (tmp_path / "run" / "metrics.csv").write_text("round\nrubbish\n")
     capsys.readouterr()
     assert main(words) == FINISHED
     assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err

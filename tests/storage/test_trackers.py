@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from processes import run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.registries import load_config
-from hpcfl.storage.trackers import BINS, RUN_ID_NAME
+from hpcfl.storage import trackers
+from hpcfl.storage.trackers import BINS, Tracker
 
 ROUNDS = 5
 TOLERANCE = 1e-6
@@ -190,7 +191,7 @@ def test_wandb_offline_has_every_round_in_its_newest_folder(settings: list[str],
     first, whole = wandb_rows(folder)
     assert {step for _, step in first} == {1, 2, 3}
     assert whole == pytest.approx(rows(folder))
-    name = (folder / RUN_ID_NAME).read_text().strip()
+    name = (folder / "wandb.txt").read_text().strip()
     assert all(name in path.name for path in folder.glob("wandb/offline-run-*"))
 
 
@@ -217,6 +218,39 @@ def test_mlflow_has_every_round_once(settings: list[str], tmp_path: Path) -> Non
     assert run.data.params["method.name"] == "fedavg"
     assert history == pytest.approx(rows(folder))
     assert count == len(history)
+
+
+class Known(Tracker):
+    """In place of a service; knows under which ids runs were opened."""
+
+    opened: ClassVar[list[tuple[str, str | None]]] = []
+
+    def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
+        self.opened.append((keys["run.tracker"], known))
+        return f"of {keys['run.tracker']}", 0
+
+    def _send(self, done: int, row: dict[str, float], accuracy: np.ndarray) -> None:
+        pass
+
+    def close(self, is_finished: bool) -> None:
+        if is_finished:
+            raise ConnectionError("no answer")
+
+
+@pytest.mark.filterwarnings("always:.*has failed")
+def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Known.opened.clear()
+    for name in ("WandbRun", "MlflowRun"):
+        monkeypatch.setattr(trackers, name, Known)
+    for tracker, rounds in [("wandb", 2), ("mlflow", 3), ("wandb", 4)]:
+        capsys.readouterr()
+        keys = [*settings, f"run.tracker={tracker}", f"train.rounds={rounds}"]
+        assert run_here(tmp_path / "run", keys) == FINISHED
+        (warning,) = capsys.readouterr().err.splitlines()
+        assert f"run.tracker={tracker} has failed: ConnectionError: no answer" in warning
+    assert Known.opened == [("wandb", None), ("mlflow", None), ("wandb", "of wandb")]
 
 
 def test_a_service_that_cannot_be_reached_is_given_up_with_a_warning(
