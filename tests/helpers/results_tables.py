@@ -52,6 +52,7 @@ def sent(line: Line, way: str) -> str:
 
 CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "accuracy": ("accuracy", lambda line: percent(line, "accuracy_mean")),
+    "weighted": ("weighted by samples", lambda line: percent(line, "accuracy_weighted")),
     "best": ("best round", lambda line: percent(line, "best_accuracy")),
     "published": ("paper", lambda line: percent(line, "published_accuracy")),
     "after_download": ("after download", lambda line: percent(line, "accuracy_after_download")),
