@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
@@ -91,7 +90,7 @@ def _print_plan(config: Config, ranks: int, network: Network, options: Namespace
         check_chain(method, ranks - 1)
     elif method.sequential is not None:
         ranks = min(ranks, 2)
-    found = dry_run(_config_for_this_machine(config), arrays, parts)
+    found = dry_run(config, arrays, parts)
     if found.has_diverged:
         warnings.warn(
             "numbers became nan or infinite in the dry run, which continued with them; the run has "
@@ -122,13 +121,6 @@ def _usual_ranks(world: Communicator) -> int:
         return world.size
     tasks = os.environ.get("SLURM_NTASKS", "")
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
-
-
-def _config_for_this_machine(config: Config) -> Config:
-    """Return the configuration, with the CPU if this machine has no GPU."""
-    if config.run.device != "cuda" or torch.cuda.device_count():
-        return config
-    return replace(config, run=config.run.model_copy(update={"device": "cpu"}))
 
 
 def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
-from hpcfl.commands.summary import next_command, summary
+from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
@@ -96,7 +96,7 @@ def run(
         # paths and commands may be long, and have lines of their own
         lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
-        for line in [*lines, f"compare with\n  {next_command(options, config, world.size)}"]:
+        for line in lines:
             progress.say(line)
         return outcome
 

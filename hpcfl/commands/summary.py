@@ -1,13 +1,11 @@
-"""What a run prints at its end: accuracy, bytes, files, and the next command."""
+"""What a run prints at its end: accuracy, bytes and files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.config.keys import Config
 from hpcfl.formatting import readable_bytes
-from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
@@ -48,14 +46,3 @@ def summary(outcome: Outcome, ledger: Ledger, config: Config) -> Iterator[str]:
         "results": FILES,
     }.items():
         yield f"{name:<26}{value}"
-
-
-def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
-    """Return the command for a useful comparison: the same run with another method."""
-    other = "local" if config.method.name == "fedavg" else "fedavg"
-    words = [] if options.config is None else [str(options.config)]
-    words += [word for word in options.overrides if not word.startswith("method.")]
-    words.append(f"method.name={other}")
-    if config.train.buffers not in (None, *METHODS[other].traits.buffers):
-        words.append("train.buffers=null")
-    return command_line(words, num_ranks)

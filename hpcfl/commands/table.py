@@ -95,18 +95,18 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             world, lambda: _pending(table, own, options.fresh, world.num_workers) if world.is_server else []
         )
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
-        skipped = [cell for cell in own if _is_skipped(table, cell)]
-        finished = len(own) - len(pending) - len(skipped)
-        say(f"{finished} of {len(own)} cells are finished, in {table.folder}")
-        for label, reason in table.not_run.items():
-            say(f"{label}: not run: {reason}")
+        if world.is_server:
+            finished = [cell for cell in own if cell.finished_run]
+            say(f"{len(finished)} of {len(own)} cells are finished, in {table.folder}")
+            for label, reason in table.not_run.items():
+                say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
         missing = finish()
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
-        elif missing:
-            say(f"when all other parts have ended, run the missing cells without --part\n  {command}")
+        elif missing and num_parts > 1:
+            say("when all parts have ended, repeat the command without --part: it runs what is still missing")
         if failed and not stopped:
             # the others have been warned of
             raise failed[-1]
@@ -261,12 +261,7 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
     # each method is made once before the first cell runs: a mistake in the last is reported now
     for _ in methods_of(table, firsts, num_workers):
         pass
-    return [(table.chosen.index(cell), over) for cell, over in pending if not _is_skipped(table, cell)]
-
-
-def _is_skipped(table: Table, cell: Cell) -> bool:
-    """Whether a cell is not finished, and not run as its column's data cannot be read."""
-    return cell.column in table.not_run and cell.finished_run is None
+    return [(table.chosen.index(cell), over) for cell, over in pending if cell.column not in table.not_run]
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
@@ -97,10 +98,12 @@ class DryRun:
 def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
     """Do a dry run; takes seconds, or as long as three rounds of a few mini-batches. May raise UserError.
 
-    It continues if numbers become nan or infinite, for any `run.on_divergence`, and loses no client.
+    It continues if numbers become nan or infinite, for any `run.on_divergence`, loses no client, and takes
+    the CPU where `run.device=cuda` finds no GPU.
     """
     began_s = time.monotonic()
-    run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None})
+    device = config.run.device if torch.cuda.device_count() else "cpu"
+    run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None, "device": device})
     config = _without_losses(replace(config, run=run))
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())

@@ -23,8 +23,8 @@ const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"], 1000);
 const short = (value) => scaled(value, ["", "k", "M", "G"], 1000);
 const seconds = (value) => {
   if (value < 60) return `${Number(value.toPrecision(3))} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  const unit = value < 3600 ? 1 : 60, count = Math.round(value / unit);
+  return `${Math.floor(count / 60)} ${unit === 1 ? "min" : "h"} ${count % 60} ${unit === 1 ? "s" : "min"}`;
 };
 
 /* ---- elements ---- */

@@ -80,6 +80,8 @@ class Comparison:
             "*: the interval excludes 0. That over clients holds for these runs only; conclude on methods "
             "from that over seeds."
         )
+        if len({run.config.data_seed for run in self.entries[0]}) < len(self.entries[0]):
+            note += " All seeds have one partition of the data: the interval over seeds holds for this one."
         tables = [aligned(lines), aligned(pairs), [note], aligned(keys) if self.keys else ["no key differs"]]
         return "\n\n".join(map("\n".join, tables))
 

@@ -283,8 +283,7 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
             seeds=int(line["seeds"]),
             difference=difference,
             bounds=None if math.isnan(low) else (low, high),
-            # older files say so in words
-            is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
+            is_of_one_partition=line.get("partitions") == "1",
         )
 
 

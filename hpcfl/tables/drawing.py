@@ -195,7 +195,7 @@ def _matrices(
     for at in chosen:
         values, moment = known[at], f"round {history.rounds[at]}" * (len(chosen) > 1)
         if len(axes) == 2:
-            made.append(_matrix(moment, values, columns=layers))
+            made.append(_matrix(moment, values[:, numbers] if layers else values, columns=layers))
         elif drawing.client is not None:
             made.append(_matrix(moment, values[drawing.client, numbers], rows=layers))
         else:

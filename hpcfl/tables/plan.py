@@ -58,7 +58,7 @@ def plan(table: Table) -> Document:
     """
     header = ["method", "cells", "finished", "rounds", "hours left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
-    count, hours = 0, 0.0
+    count, hours, without_gpu = 0, 0.0, False
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
@@ -66,6 +66,7 @@ def plan(table: Table) -> Document:
         if finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
             planner = Planner(cell.config.run, method, parts, measured, Network(1))
+            without_gpu |= cell.config.run.device == "cuda" and measured.device == "cpu"
             left = (len(cells) - finished) * planner.on(1).total_s / 3600
         numbers = (len(cells), finished, cell.config.train.rounds)
         rows[cell.column].append([cell.label, *map(str, numbers), f"{left:.2f}"])
@@ -76,9 +77,10 @@ def plan(table: Table) -> Document:
             grids.append(Grid(column, header, rows[column]))
         if column in table.not_run:
             grids.append(Grid(column, [f"not run: {table.not_run[column]}"], []))
+    here = "this machine, which has no GPU, as run.device=cuda wants," if without_gpu else "this machine"
     notes = [
         *([table.size] if table.size else []),
-        f"{count} cells, {hours:.1f} hours of one process on this machine for what is not finished, by a dry "
+        f"{count} cells, {hours:.1f} hours of one process on {here} for what is not finished, by a dry "
         "run of one cell of each row in each column.",
     ]
     return Document(table.title, notes, grids)

@@ -94,7 +94,7 @@ def write_results(table: Table) -> list[Path]:
     if 0 < len(lines) <= MAX_CLIENT_LINES:
         files[f"{stem}_clients.csv"] = _csv(lines)
     folder = table.path.parent / "results"
-    _write_files(folder, files)
+    _write_files(folder, files, "make it writable, or copy the table file elsewhere")
     return [folder / name for name in files]
 
 
@@ -176,13 +176,13 @@ def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 
 
-def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+def _write_files(
+    folder: Path, files: Mapping[str, str | bytes], advice: str = "name another with --out DIR"
+) -> None:
     """Write files by name; UserError where that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, content)
     except OSError as error:
-        raise UserError(
-            f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
-        ) from error
+        raise UserError(f"cannot write the table in {folder}: {error.strerror}; {advice}") from error

@@ -69,6 +69,16 @@ def test_differences_intervals_and_keys_are_as_by_hand(
     assert both.difference().over_clients.count == 8
     assert "run.seed" not in both.keys
     assert "A-s0 and 1 more of other seeds" in str(both)
+    assert "one partition" not in str(both)
+
+
+def test_seeds_that_share_a_partition_are_told(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path, f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", "data.seed=0")
+        for name in ("fedavg", "local")
+        for seed in (0, 1)
+    ]
+    assert "All seeds have one partition of the data: the interval over seeds" in str(hpcfl.compare(*runs))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 import yaml
 
 from hpcfl.errors import BAD_INPUT, FINISHED
@@ -516,6 +517,14 @@ def test_plan_lists_cells_and_hours_and_writes_nothing(
     assert float(told) == pytest.approx(sum(of_cells), abs=0.1)
     assert min(of_cells) > 0.1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
+def test_plan_for_a_gpu_is_made_where_there_is_none(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--column", "easy", "data.per_client=40", "run.device=cuda", "--plan"]
+    assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
+    text = " ".join(capsys.readouterr().out.split())
+    assert "on this machine, which has no GPU, as run.device=cuda wants, for what is not finished" in text
 
 
 def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:

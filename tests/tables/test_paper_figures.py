@@ -223,6 +223,18 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path)
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
 
 
+def test_a_matrix_of_clients_by_layers_has_the_named_layers(words: list[str], whole: Path) -> None:
+    path = Path(words[0]).with_name("retained_rounds.yaml")
+    figure = "{draw: heat_maps, quantity: retained_rounds, layers: [fc2, conv1]}"
+    path.write_text(f"extends: toy.yaml\nfigure: {figure}\n")
+    first, _ = panels(drawn([str(path), *words[1:]], whole)["figure"])
+    with h5py.File(f"{whole / SLUGS[0]}-s0/checkpoint.h5", "r") as file:
+        retained = np.array(file["history/retained_rounds"])
+    assert not np.array_equal(retained[-1][:, 5], retained[-1][:, 0])
+    assert np.array_equal(np.asarray(first.images[0].get_array()), retained[-1][:, [5, 0]])
+    assert [tick.get_text() for tick in first.get_xticklabels()] == ["fc2", "conv1"]
+
+
 def test_of_too_many_weights_the_newest_are_drawn(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -115,6 +114,9 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Return the bytes and the time of change of every file of every cell."""
     found = [path for path in sorted(folder.glob("*/*")) if path.is_file()]
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+PARTS_LEFT = "when all parts have ended, repeat the command without --part: it runs what is still missing"
 
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
@@ -334,13 +336,16 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
         "cell 2/2: local, A half! seed 1"
     ]
     assert "1 of 2 cells are missing\n" in out
-    assert out.splitlines()[-1].endswith(
-        shlex.join(["--column", "half", "--row", "local", "--part", "2/2", "--out", str(folder)])
-    )
+    assert out.splitlines()[-1] == PARTS_LEFT
     # a column of which nothing is finished is in the overview only
     assert "\nA half!:\n" in out
     assert "\nall:\n" not in out
     before, files_before = accuracies(folder), files(folder)
+    (tmp_path / "results").touch()
+    assert table(folder, *own, "--no-run", "--write-results") == BAD_INPUT
+    advice = "File exists; make it writable, or copy the table file elsewhere"
+    assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in capsys.readouterr().err
+    (tmp_path / "results").unlink()
     assert table(folder, *own, "--no-run", "--write-results") == FINISHED
     out = capsys.readouterr().out
     assert "\ncell " not in out
@@ -384,6 +389,7 @@ def test_a_column_without_data_is_skipped_and_told(
         "3/4: fedavg, digits, all seed 1",
     ]
     assert "2 of 4 cells are missing\n" in run
+    assert "--part" not in run
     assert f"\nphotos, all: {reason}" in (folder / "table.md").read_text()
     assert {line["column"]: line["seeds"] for line in rows_of(folder / "differences.csv")} == dict.fromkeys(
         ("digits, all", "photos, all"), "0"
@@ -462,11 +468,7 @@ def test_two_parts_make_the_whole(
     ) in markdown
     assert "2 of 4 cells are missing\n" in out
     assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
-    rest = ["table", *words, "--part", "1/2", "--out", str(folder)]
-    assert out.splitlines()[-2:] == [
-        "when all other parts have ended, run the missing cells without --part",
-        f"  python -m hpcfl.main {shlex.join(rest)}",
-    ]
+    assert out.splitlines()[-1] == PARTS_LEFT
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
     assert table(folder, *words, "--part=2/2") == FINISHED
