@@ -25,7 +25,7 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     rounds   share of a pFedLA round that is not training; checkpoints (all ranks, --device)
     methods  a round of each method, beside FedAvg's (--device)
     nodes    FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
-    For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds
+    For example: mpirun -n 3 hpcfl bench --parts rounds
     """
     options = parser().parse_args(arguments)
     parts = _parts(options, world)
@@ -54,9 +54,7 @@ def _parts(options: Namespace, world: Communicator) -> list[str]:
         if part not in PARTS:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
         if part not in known:
-            raise UserError(
-                "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
-            )
+            raise UserError("--parts nodes needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes")
     return [part for part in PARTS if part in asked]
 
 

@@ -49,8 +49,6 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
     options = parser().parse_intermixed_args(list(arguments))
-    if options.time is not None:
-        seconds_of(options.time)
     is_measured = world.size > 1 and not options.no_timing
     network = measured(world) if is_measured else Network(len(os.sched_getaffinity(0)))
     if not world.is_server:
@@ -68,9 +66,8 @@ def parser() -> Parser:
     whole: dict[str, Any] = {"type": whole_number, "metavar": "R"}
     parser.add_argument("--ranks", help="ranks of the run (default: those here, or 9)", **whole)
     parser.add_argument("--ranks-per-node", help="(default: as here under mpirun, or a core each)", **whole)
-    parser.add_argument(
-        "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
-    )
+    limit_help = "time limit of a job (default: what the run takes)"
+    parser.add_argument("--time", type=seconds_of, metavar="HH:MM:SS", help=limit_help)
     parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")
     add_own_code(parser)
     return parser

@@ -13,7 +13,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
-from hpcfl.results.run import ENDED, Run
+from hpcfl.results.run import ENDED, Run, Status
 from hpcfl.terminal import console
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     status = run.status
     yield "run", str(run.path)
     yield "what", _configuration(run)
-    yield "state", _state(run)
+    yield "state", _state(run, status)
     yield "rounds", f"{run.done}/{run.rounds}"
     if run.metrics:
         last, best = run.last, run.best
@@ -119,8 +119,7 @@ def _configuration(run: Run) -> str:
     return f"{method} on {source}, {clients} clients, {partition} partition, {model}, seed {seed}"
 
 
-def _state(run: Run) -> str:
-    status = run.status
+def _state(run: Run, status: Status) -> str:
     ago = f"last change {clock(max(0, time.time() - status.changed_s))} ago"
     owner = status.owner or "a process"
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,3 @@ class Diagnostic:
     def __post_init__(self) -> None:
         if self.axes[:1] != ("client",):
             raise ValueError(f"diagnostic {self.name!r}: the first of its axes {self.axes} must be 'client'")
-
-
-def axes_by_name(diagnostics: Sequence[Diagnostic]) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each diagnostic."""
-    return {one.name: one.axes for one in diagnostics}

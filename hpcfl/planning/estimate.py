@@ -22,6 +22,7 @@ from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
 from hpcfl.setup.experiment import is_batched
 from hpcfl.simulation.migration import assign_workers
 from hpcfl.simulation.sampling import sampled
+from hpcfl.simulation.stopping import notice_s
 from hpcfl.training.work import Work
 
 START_S = 10.0
@@ -66,7 +67,7 @@ class Estimate:
     @property
     def stop_s(self) -> float:
         """Seconds before the end of a job at which the run must get the signal, to end with a checkpoint."""
-        return 1.5 * (self.round_s + self.evaluation_s + self.checkpoint_s) + 10
+        return notice_s(self.round_s + self.evaluation_s, self.checkpoint_s)
 
 
 class Planner:

@@ -41,13 +41,13 @@ class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
     def __init__(
-        self, name: str, threads: int, estimate: Estimate, on_gpu: bool, limit: str | None = None
+        self, name: str, threads: int, estimate: Estimate, on_gpu: bool, limit_s: int | None = None
     ) -> None:
         """Choose the limits of a job; UserError if not even one round fits in the time limit."""
         self._name, self._threads, self._estimate, self._on_gpu = name, threads, estimate, on_gpu
         self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
         wanted_s = max(SHORTEST_S, _up(MARGIN * estimate.total_s + self.signal_s, 600))
-        self.limit_s = min(LONGEST_S, wanted_s) if limit is None else seconds_of(limit)
+        self.limit_s = limit_s or min(LONGEST_S, wanted_s)
         least_s = START_S + estimate.round_s + estimate.evaluation_s + self.signal_s
         if self.limit_s < least_s:
             least = f"give --time {limit_of(_up(least_s, 60))} or more"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -144,12 +143,9 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
 
 def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
     """Write weights with the description as metadata; entries that are not text are JSON."""
-    try:
-        save_file = importlib.import_module("safetensors.torch").save_file
-    except ImportError as error:
-        raise UserError(
-            f"{path} needs the package safetensors: pip install safetensors; or give --out FILE.pt"
-        ) from error
+    # imported here: few commands need it
+    from safetensors.torch import save_file
+
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in recipe.items()}
     save_file(weights, path, metadata)
 

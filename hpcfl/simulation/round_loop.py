@@ -22,7 +22,7 @@ from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, stack
 from hpcfl.simulation.local_round import Groups, LocalTraining
 from hpcfl.simulation.recording import Recorder
-from hpcfl.simulation.stopping import StopFlag
+from hpcfl.simulation.stopping import StopFlag, notice_s
 from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
@@ -225,5 +225,5 @@ class Simulation:
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""
-        needed_s = 1.5 * (self._longest_s + max(self.timing.save_s, default=0.0)) + 10
+        needed_s = notice_s(self._longest_s, max(self.timing.save_s, default=0.0))
         return self._stop.agreed(self._world, needed_s)

@@ -16,6 +16,14 @@ SAME_REQUEST_S = 1.0
 """Signals within this time of a request are the same request: a terminal and a launcher both deliver it."""
 
 
+def notice_s(round_s: float, save_s: float) -> float:
+    """Return the seconds before the end of a job in which a run can still stop.
+
+    They hold a round with its evaluation, `round_s`, and a checkpoint, `save_s`, and some more.
+    """
+    return 1.5 * (round_s + save_s) + 10
+
+
 class StopFlag:
     """A request to stop at the next round boundary: SIGTERM, SIGUSR1, SIGUSR2 or SIGINT, or SLURM's end time.
 

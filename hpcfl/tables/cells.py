@@ -14,7 +14,6 @@ from hpcfl.config.load import differences
 from hpcfl.config.registry import DEFAULT_SOURCE
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run
@@ -153,8 +152,7 @@ class Table:
 
     def axes_of(self, quantity: str) -> tuple[str, ...]:
         """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
-        known = (axes_by_name(METHODS[cell.config.method.name].diagnostics) for cell in self.cells)
-        axes = (by_name.get(quantity, ()) for by_name in known)
+        axes = (axes_by_diagnostic(cell.config).get(quantity, ()) for cell in self.cells)
         return next((found for found in axes if len(found) > 1), ())
 
     def _cells(
@@ -252,8 +250,7 @@ class Table:
         """Refuse heat maps of what no row's method keeps."""
         for drawing in self.drawings:
             if isinstance(drawing, HeatMaps) and not self.axes_of(drawing.quantity):
-                methods = [METHODS[cell.config.method.name] for cell in self.cells]
-                kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
+                kept = dict.fromkeys(name for cell in self.cells for name in axes_by_diagnostic(cell.config))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
                     f"{self.path}, figure: quantity={drawing.quantity} is not a diagnostic with two or "
@@ -273,6 +270,11 @@ class Table:
     def _place(self, label: str, column: str) -> str:
         row = place_of("row", self.labels.index(label), label)
         return f"{self.path}, {row}{_in_column(column)}"
+
+
+def axes_by_diagnostic(config: Config) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each diagnostic that a configuration's method records, by name."""
+    return {one.name: one.axes for one in METHODS[config.method.name].diagnostics}
 
 
 def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any]:

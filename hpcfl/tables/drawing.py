@@ -19,10 +19,8 @@ from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
 from hpcfl.formatting import percent
-from hpcfl.methods import METHODS
-from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.tables.accuracies import Result
-from hpcfl.tables.cells import Table
+from hpcfl.tables.cells import Table, axes_by_diagnostic
 from hpcfl.tables.diagnostics import History, evaluations
 from hpcfl.tables.file import Bars, Curves, Drawing, HeatMaps
 
@@ -153,7 +151,7 @@ def _heat_maps(
 ) -> Figure | None:
     """Draw a line of matrices for each row and column of the table; all are on one scale."""
     name, axes = drawing.quantity, table.axes_of(drawing.quantity)
-    results = [result for result in results if _diagnostics(result).get(name) == axes]
+    results = [result for result in results if axes_by_diagnostic(result.config).get(name) == axes]
     lines: dict[str, list[_Matrix]] = {}
     for result, side in zip(results, _short_names(results), strict=True):
         known = {
@@ -175,10 +173,6 @@ def _heat_maps(
     of = name if drawing.client is None or len(axes) < 3 else f"{name} of client {drawing.client}"
     drawn_axes = axes[1:] if of != name else (axes[0], axes[-1])
     return _draw_matrices(title, [*notes, *_missing(results)], drawing, of, drawn_axes, lines)
-
-
-def _diagnostics(result: Result) -> dict[str, tuple[str, ...]]:
-    return axes_by_name(METHODS[result.config.method.name].diagnostics)
 
 
 def _matrices(

@@ -166,7 +166,7 @@ def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Pat
         ),
         (
             ["--parts", "nodes"],
-            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes",
+            "--parts nodes needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes",
         ),
         (["--repeats", "0"], "--repeats: 0 is invalid; give an integer from 1 on"),
         (["--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),

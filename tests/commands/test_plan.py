@@ -381,7 +381,7 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     # with as many ranks as nobody has, nothing changes either
     assert replace(planner.on(10**9), ranks=6) == planner.on(6)
     with pytest.raises(UserError, match=r"does not hold one round .* on 4 ranks; give .* more --ranks"):
-        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, "00:10:00")
+        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, 600)
     assert alone.train_s == pytest.approx(0.5 * sum(seen))
     assert alone.round_s == pytest.approx(alone.train_s + 5 * 0.6)
     # clients in training are scored after training, too

@@ -530,8 +530,6 @@ def test_mistakes_are_told_in_one_line(
         assert not (tmp_path / name).exists()
     (tmp_path / "file").write_text("")
     assert "cannot write " in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert "needs the package safetensors: pip install" in said(capsys, "export", run, "--client", "1", *out)
 
     x = np.zeros((2, 1, 7, 7), np.float32)
     assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
