@@ -26,7 +26,7 @@ from hpcfl.config.keys import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
-from hpcfl.setup.experiment import Experiment, assemble, describe, is_batched, method_of, prepare
+from hpcfl.setup.experiment import Experiment, assemble, configure_process, describe, is_batched, method_of
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
@@ -145,7 +145,7 @@ def _prepared(
 ) -> _Rounds:
     """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
     world = Communicator()
-    device = prepare(config.run, world)
+    device = configure_process(config.run, world)
     data = describe(config.data, arrays, list(parts))
     method = method_of(config, data)
     num_clients = method.context.num_clients

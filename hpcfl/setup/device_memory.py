@@ -13,7 +13,7 @@ from hpcfl.errors import OUT_OF_MEMORY, OutOfMemoryError
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
-from hpcfl.training.engines import prepare
+from hpcfl.training.engines import training_copy
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss
 
@@ -93,7 +93,7 @@ def bytes_of_client(method: Method) -> int:
     theta, buffers = context.layout.flatten(context.network)
     x = context.sample.zeros(max(context.clients.batch_size or [context.train.batch_size]))
     y = torch.zeros(len(x), dtype=torch.int64)
-    forward = Forward(prepare(context.network), context.layout, buffers)
+    forward = Forward(training_copy(context.network), context.layout, buffers)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -184,7 +184,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
 
 def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
-    device = prepare(config.run, world)
+    device = configure_process(config.run, world)
     arrays, parts = load_data(config)
     data = describe(config.data, arrays, parts)
     method = method_of(config, data)
@@ -196,7 +196,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 
-def prepare(run: RunConfig, world: Communicator) -> torch.device:
+def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
     if run.threads > (cores := len(os.sched_getaffinity(0))):
         warnings.warn(f"run.threads={run.threads} on {cores} cores is slow; lower it", stacklevel=1)

@@ -49,7 +49,7 @@ class LoopEngine:
         label_smoothing: float = 0.0,
     ) -> None:
         self._layout, self._precision, self._label_smoothing = layout, precision, label_smoothing
-        self._network = prepare(network)
+        self._network = training_copy(network)
         # a working copy whose parameters and gradients are views of one flat vector each
         self._working = copy.deepcopy(self._network)
         theta, self._buffers = layout.flatten(self._working)
@@ -108,7 +108,7 @@ class BatchedEngine:
     def __init__(
         self, network: nn.Module, layout: ParameterLayout, clients_at_once: int, label_smoothing: float = 0.0
     ) -> None:
-        self._network, self._layout, self._label_smoothing = prepare(network), layout, label_smoothing
+        self._network, self._layout, self._label_smoothing = training_copy(network), layout, label_smoothing
         self.clients_at_once = clients_at_once
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
@@ -144,7 +144,7 @@ def _fastest_order(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def prepare(network: nn.Module) -> nn.Module:
+def training_copy(network: nn.Module) -> nn.Module:
     """Return a copy of a network in training mode, whose BatchNorm does not count mini-batches."""
     working = copy.deepcopy(network).train()
     for module in working.modules():

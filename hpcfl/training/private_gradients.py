@@ -18,7 +18,7 @@ from torch.func import grad_and_value, vmap
 
 from hpcfl.parameters import ParameterLayout
 from hpcfl.training.batches import Batch
-from hpcfl.training.engines import prepare
+from hpcfl.training.engines import training_copy
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss
 
@@ -37,7 +37,7 @@ class PrivateGradients:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "network", prepare(self.network))
+        object.__setattr__(self, "network", training_copy(self.network))
 
     def gradient(
         self, theta: Tensor, batch: Batch, expected: Sequence[float], streams: Sequence[torch.Generator]
