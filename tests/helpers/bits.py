@@ -98,6 +98,11 @@ VARIANTS = {
 }
 """Variants that are methods of their own, tested as the others are."""
 
+ALIASES = ("fedadagrad", "fedadam", "fedavg_ft", "fedavgm")
+"""FedAvg with other defaults; in runs of every method, fedyogi stands for them."""
+DIFFERENT = [name for name in METHODS if name not in ALIASES]
+"""Methods that have code of their own, and FedAvg with one of its servers."""
+
 LOCAL_SETTINGS = [
     "train.momentum=0",
     "train.optimiser=adam",

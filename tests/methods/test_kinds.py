@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import differing, run_here, run_killed_in_round
+from bits import DIFFERENT, differing, run_here, run_killed_in_round
 from harness import SMALL, Run
 from kinds import MODELS_OF, made, words_of
 from processes import Mpirun
 
 import hpcfl
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS
 
 FEW = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
 
@@ -24,7 +23,7 @@ OWN_CODE = (
 )
 """Methods that differ in what they do with samples; to the others a model is a vector of numbers."""
 CASES = [
-    *((method, "tokens") for method in METHODS),
+    *((method, "tokens") for method in DIFFERENT),
     *((method, kind) for method in OWN_CODE for kind in MODELS_OF if kind != "tokens"),
 ]
 

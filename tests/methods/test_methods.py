@@ -789,11 +789,15 @@ def test_engines_agree(
     assert batched.workplace.engine.clients_at_once == 3
     torch.testing.assert_close(batched.server, loop.server, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(batched.clients, loop.clients, rtol=1e-7, atol=1e-9)
+    kept = copy.deepcopy([(run.server, run.clients) for run in (loop, batched)])
     for epochs in (0, 1):
         for run in (loop, batched):
             train = run.method.context.train.model_copy(update={"finetune_epochs": epochs})
             monkeypatch.setattr(run.method.context, "train", train)
         torch.testing.assert_close(evaluated_together(batched), loop.evaluated(), rtol=1e-7, atol=1e-9)
+    # neither an evaluation nor its fine-tuning changes a state
+    for run, state in zip((loop, batched), kept, strict=True):
+        torch.testing.assert_close((run.server, run.clients), state, rtol=0, atol=0)
 
 
 # Moments

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from bits import ALIASES as FEDAVG_ALIASES
 from harness import UNEQUAL, Run
 from torch import Tensor
 
@@ -159,6 +160,15 @@ def test_a_method_whose_server_averages_nothing_refuses_it(method: str) -> None:
 def test_names_of_methods_set_the_optimiser(method: str) -> None:
     assert load_config(None, [f"method.name={method}"]).server.optimiser == ALIASES[method]
     assert load_config(None, [f"method.name={method}", "server.optimiser=none"]).server.optimiser is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", FEDAVG_ALIASES)
+def test_other_names_of_fedavg_have_no_code_of_their_own(method: str) -> None:
+    """Tests of every method leave them out."""
+    found = METHODS[method]
+    assert found.__bases__ == (METHODS["fedavg"],)
+    assert {name for name in vars(found) if name[0] != "_"} <= {"name", "summary", "private", "traits"}
 
 
 @pytest.mark.quick

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import CODED, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
+from bits import (
+    CODED,
+    DIFFERENT,
+    MEETS_ALL_SOON,
+    VARIANTS,
+    method_settings,
+    run_here,
+    tiny_settings,
+    write_digits,
+)
 from processes import clean_environment
 
 import hpcfl
@@ -26,7 +35,7 @@ from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data
 
-CASES = [*METHODS, *VARIANTS]
+CASES = [*DIFFERENT, *VARIANTS]
 NUM_CLIENTS = 7
 
 EXAMPLE = """\

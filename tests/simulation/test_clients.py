@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import CODED, differing, method_settings, run_here, start_run, tiny_settings, write_digits
+from bits import (
+    CODED,
+    DIFFERENT,
+    differing,
+    method_settings,
+    run_here,
+    start_run,
+    tiny_settings,
+    write_digits,
+)
 from by_hand import work
 from harness import SMALL, UNEQUAL, Run, make_network, make_place
 from processes import Mpirun
@@ -19,7 +28,6 @@ from processes import Mpirun
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
-from hpcfl.methods import METHODS
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
@@ -257,7 +265,7 @@ CODED_FEW = [case for case in CODED if case.split("-")[0] in ("fedavg", "heurpfe
 
 
 @pytest.mark.filterwarnings("ignore:.*never split")
-@pytest.mark.parametrize("case", [*METHODS, *CODED_FEW])
+@pytest.mark.parametrize("case", [*DIFFERENT, *CODED_FEW])
 def test_the_bytes_of_the_clock_are_those_of_the_ledger(
     settings: list[str], recorded: list[dict[str, object]], tmp_path: Path, case: str
 ) -> None:
@@ -313,7 +321,7 @@ def test_newcomers_keep_their_epochs() -> None:
 
 @pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
 @pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DIFFERENT)
 @pytest.mark.usefixtures("double")
 def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method: str) -> None:
     keys = [f"method.name={method}", *UNEQUAL, *FEW_ROUNDS.get(method, []), "train.rounds=2", "run.seed=1"]

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import DIFFERENT, contents, differing, method_settings, run_here, tiny_settings, write_digits
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_scored(
 
 
 CASES = {
-    **{name: method_settings(name) for name in METHODS},
+    **{name: method_settings(name) for name in DIFFERENT},
     **{name: method_settings(name) for name in ("fedavg-topk", "heurpfedla-topk")},
     "fedmn-chain": [*method_settings("fedmn"), "method.order=chain"],
     "pfedla-sharded": [*method_settings("pfedla"), "method.server=sharded"],

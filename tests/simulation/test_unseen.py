@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from bits import (
+    DIFFERENT,
     MEETS_ALL_SOON,
     VARIANTS,
     contents,
@@ -42,7 +43,7 @@ from hpcfl.setup.experiment import build, load_data, partition_samples
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
 
 SEEN, UNSEEN = 5, 2
-CASES = [*METHODS, *VARIANTS]
+CASES = [*DIFFERENT, *VARIANTS]
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
 """Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
 OTHER_BUFFERS = ["pfedla-mixed", "pfedla-average", "heurpfedla-mixed", "lg_fedavg-average"]
