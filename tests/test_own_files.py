@@ -102,9 +102,9 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
     files: dict[str, Path], tmp_path: Path, mpirun: Mpirun
 ) -> None:
     given = [*words(files), *TINY, "data.partition.samples=10"]
+    # ranks are copies of this process, which does not know the files yet
+    mpirun(3, "-m", "hpcfl.main", *given, "--out", tmp_path / "parts", "train.rounds=1")
     assert main([*given, "--out", str(tmp_path / "whole")]) == FINISHED
-    run = ("-m", "hpcfl.main", *given, "--out")
-    mpirun(3, *run, tmp_path / "parts", "train.rounds=1", anew=True)
     assert main([*given, "--out", str(tmp_path / "parts")]) == FINISHED
     assert differing(tmp_path / "whole", tmp_path / "parts") == []
     saved = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())

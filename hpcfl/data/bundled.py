@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 from pathlib import Path
@@ -42,6 +43,7 @@ def _features(name: str, num_classes: int) -> Arrays:
     return Arrays(table[:, :-1].astype(np.float32), table[:, -1].astype(np.int64), num_classes, 1.0, (), ())
 
 
+@functools.cache
 def _table(name: str, header_lines: int) -> np.ndarray:
     """Read a file of scikit-learn's data sets: importing scikit-learn in every rank costs seconds."""
     package = importlib.util.find_spec("sklearn")

@@ -29,6 +29,7 @@ PAPERS = ("pfedla", "heurpfedla", "pfedmb", "fedmn", "fedafk")
 """The methods that the project was built around; they come first."""
 
 
+@cache
 def pages() -> dict[Path, str]:
     """Return the text of every generated page."""
     known = keys()

@@ -89,8 +89,10 @@ LOW_RANK = ["method.heads=low_rank", "method.rank=3"]
 CODED = ["comm.codec=int8", "comm.directions=up"]
 
 
-@pytest.mark.parametrize("more", [[], LOW_RANK, CODED])
-@pytest.mark.parametrize("case", [name for name in CASES if name != "coded"])
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [*((name, []) for name in CASES if name != "coded"), ("heurpfedla", LOW_RANK), ("own", CODED)],
+)
 @pytest.mark.usefixtures("double")
 def test_the_numbers_of_the_whole_server(settings: list[str], case: str, more: list[str]) -> None:
     digits = ("method.", "data.source", "data.path", "data.layout")
@@ -101,7 +103,8 @@ def test_the_numbers_of_the_whole_server(settings: list[str], case: str, more: l
     torch.testing.assert_close(ours.clients["theta"], whole.server["theta"], rtol=1e-9, atol=1e-11)
     for name, tensor in ours.server.items():
         torch.testing.assert_close(tensor, whole.server[name], rtol=1e-9, atol=1e-11)
+    expected = whole.evaluated()
     for name, rows in ours.evaluated().items():
-        torch.testing.assert_close(rows, whole.evaluated()[name], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(rows, expected[name], rtol=1e-9, atol=1e-11)
     assert torch.equal(ours.bytes_by_client, whole.bytes_by_client)
     assert (ours.method.alpha(ours.server, range(NUM_CLIENTS)) - 1 / NUM_CLIENTS).abs().max() > 1e-5

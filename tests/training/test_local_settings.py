@@ -5,6 +5,7 @@ The numbers are compared with torch's in the tests of methods, with `ADAM` of by
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_a_clients_changes_depend_on_round_and_purpose_but_not_on_its_group() ->
     assert not any(mirrored([1], augmented=False).values())
 
 
+@cache
+def with_settings_of(method: str, *changed: str) -> Run:
+    small = {"fedbn": ["model.batchnorm=true"], "fedmn": []}.get(
+        method, ["model.name=mlp", "model.hidden=[8]"]
+    )
+    return Run(*method_settings(method), *small, "train.rounds=2", *changed)
+
+
 @pytest.mark.parametrize(
     ("method", "key"),
     [
@@ -143,11 +152,8 @@ def test_a_clients_changes_depend_on_round_and_purpose_but_not_on_its_group() ->
     ],
 )
 def test_every_method_trains_with_it_or_refuses_it(method: str, key: str) -> None:
-    small = {"fedbn": ["model.batchnorm=true"], "fedmn": []}.get(
-        method, ["model.name=mlp", "model.hidden=[8]"]
-    )
-    keys = [*method_settings(method), *small, "train.rounds=2"]
-    plain, changed = Run(*keys), Run(*keys, f"train.{key}={KEYS[key]}".replace("'", ""))
+    plain = with_settings_of(method)
+    changed = with_settings_of(method, f"train.{key}={KEYS[key]}".replace("'", ""))
     assert any(
         not torch.equal(before[name], after[name])
         for before, after in ((plain.server, changed.server), (plain.clients, changed.clients))
