@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
+import warnings
 from itertools import chain
 from pathlib import Path
 
@@ -66,6 +68,16 @@ def steps(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def slow_imports() -> None:
+    """Import once what else each copy of this process would import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("torch._dynamo", "torch.export", "matplotlib.figure", "rich.live", "jinja2"):
+            importlib.import_module(name)
+
+
+@pytest.mark.usefixtures("slow_imports")
 @pytest.mark.parametrize("page", WALKED, ids=lambda page: page.stem)
 def test_every_command_and_script_runs_in_the_order_of_the_page(
     page: Path, tmp_path: Path, mpirun: Mpirun

@@ -106,13 +106,12 @@ def trained(run: Run, client: int, number: int, model: Policy, frozen: Policy) -
     return model
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize(
     "keys", [SOME, (*UNEQUAL_FEW, *SLIPPERY, "method.alignment=0", "train.participation=0.75")]
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], engine: str) -> None:
-    run = Run(*keys, FEDCP, f"run.engine={engine}")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*keys, FEDCP)
     start = run.driver.initial_server()
     theta, buffers = start["theta"], start.get("buffers", torch.empty(0))
     heads = theta[-HEAD:].repeat(4, 1)

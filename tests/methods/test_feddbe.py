@@ -76,7 +76,6 @@ class Twin:
             return network.head(network.body(x) + self.offsets[client]).softmax(dim=1)
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -86,8 +85,8 @@ class Twin:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], engine: str) -> None:
-    run = Run(*keys, FEDDBE, f"run.engine={engine}")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*keys, FEDDBE)
     twin = Twin(run)
     for number in range(3):
         twin.round(number)

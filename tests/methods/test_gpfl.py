@@ -86,7 +86,6 @@ def trained(run: Run, client: int, number: int, model: Guided) -> Guided:
     return model
 
 
-@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -95,8 +94,8 @@ def trained(run: Run, client: int, number: int, model: Guided) -> Guided:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], engine: str) -> None:
-    run = Run(*keys, GPFL, f"run.engine={engine}")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*keys, GPFL)
     start = run.driver.initial_server()
     theta, buffers = start["theta"], start.get("buffers", torch.empty(0))
     heads = theta[-HEAD:].repeat(4, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import DIFFERENT, differing, run_here, run_killed_in_round
+from bits import differing, run_here, run_killed_in_round
 from harness import SMALL, Run
 from kinds import MODELS_OF, made, words_of
 from processes import Mpirun
@@ -22,17 +22,13 @@ OWN_CODE = (
     *("moon", "per_fedavg", "pfedfda", "pfedmb"),
 )
 """Methods that differ in what they do with samples; to the others a model is a vector of numbers."""
-CASES = [
-    *((method, "tokens") for method in DIFFERENT),
-    *((method, kind) for method in OWN_CODE for kind in MODELS_OF if kind != "tokens"),
-]
 
 
-@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
-@pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
-@pytest.mark.parametrize(("method", "kind"), CASES)
+@pytest.mark.parametrize("kind", ["features", "series"])
+@pytest.mark.parametrize("method", OWN_CODE)
 @pytest.mark.usefixtures("double")
-def test_both_engines_train_every_method(method: str, kind: str, tmp_path: Path) -> None:
+def test_both_engines_train_on_each_kind(method: str, kind: str, tmp_path: Path) -> None:
+    """Tokens: in simulation/test_clients.py, with every method."""
     keys = [*words_of(kind, tmp_path), *FEW.get(method, []), f"method.name={method}"]
     keys += ["data.unseen_clients=0.25", "train.rounds=2", "run.eval_every=1"]
     loop, batched = (Run(*keys, f"run.engine={engine}").evaluated() for engine in ("loop", "batched"))
