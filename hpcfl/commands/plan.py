@@ -20,7 +20,7 @@ from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
-from hpcfl.planning.dry_run import DryRun, dry_run
+from hpcfl.planning.dry_run import DryRun, dry_run, missing_gpu
 from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
@@ -174,10 +174,9 @@ def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
     """Return the times measured on this machine."""
     on_cpu, threads = found.device == "cpu", config.run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
-    missing = ", which has no GPU, as run.device=cuda wants" if on_cpu and config.run.device == "cuda" else ""
     unit = "mini-batch" if config.train.finetune_epochs else "sample"
     return (
-        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing}: "
+        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(config.run, found)}: "
         f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"

@@ -91,15 +91,15 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             finish()
             return False
         own = table.chosen[part - 1 :: num_parts]
-        pending = run_collectively(
-            world, lambda: _pending(table, own, options.fresh, world.num_workers) if world.is_server else []
+        unfinished = run_collectively(
+            world,
+            lambda: _unfinished(table, own, options.fresh, world.num_workers) if world.is_server else [],
         )
+        say(f"{len(own) - len(unfinished)} of {len(own)} cells are finished, in {table.folder}")
+        for label, reason in table.not_run.items():
+            say(f"{label}: not run: {reason}")
+        pending = [entry for entry in unfinished if table.chosen[entry[0]].column not in table.not_run]
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
-        if world.is_server:
-            finished = [cell for cell in own if cell.finished_run]
-            say(f"{len(finished)} of {len(own)} cells are finished, in {table.folder}")
-            for label, reason in table.not_run.items():
-                say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
         missing = finish()
@@ -234,10 +234,10 @@ def _speech(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
 
 
-def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:
-    """Return the numbers of the cells to run among those chosen, and whether each starts over.
+def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:
+    """Return the number, among the chosen cells, of each own one to finish, and whether it starts over.
 
-    Cells of columns whose data cannot be read are left out (`Table.not_run`). UserError for what cannot run.
+    It also finds the columns whose data cannot be read (`Table.not_run`). UserError for what cannot run.
     """
     pending = []
     for cell in table.chosen:
@@ -261,7 +261,7 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
     # each method is made once before the first cell runs: a mistake in the last is reported now
     for _ in methods_of(table, firsts, num_workers):
         pass
-    return [(table.chosen.index(cell), over) for cell, over in pending if cell.column not in table.not_run]
+    return [(table.chosen.index(cell), over) for cell, over in pending]
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
@@ -118,6 +118,12 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
             done = rounds.done()
         found = rounds.measure(done)
         return replace(found, wall_s=time.monotonic() - began_s)
+
+
+def missing_gpu(run: RunConfig, measured: DryRun) -> str:
+    """Return words for behind "this machine" where `run.device=cuda` was measured on a CPU, else none."""
+    is_missing = run.device == "cuda" and measured.device == "cpu"
+    return ", which has no GPU, as run.device=cuda wants" if is_missing else ""
 
 
 def batches_of(num_samples: Iterable[int], work: Work, first: int = 0) -> list[int]:

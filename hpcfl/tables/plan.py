@@ -11,7 +11,7 @@ from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method
-from hpcfl.planning.dry_run import dry_run
+from hpcfl.planning.dry_run import dry_run, missing_gpu
 from hpcfl.planning.estimate import Planner
 from hpcfl.setup.experiment import make_method, partition_samples
 from hpcfl.setup.validate import check_chain
@@ -58,7 +58,7 @@ def plan(table: Table) -> Document:
     """
     header = ["method", "cells", "finished", "rounds", "hours left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
-    count, hours, without_gpu = 0, 0.0, False
+    count, hours, missing = 0, 0.0, ""
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
@@ -66,7 +66,7 @@ def plan(table: Table) -> Document:
         if finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
             planner = Planner(cell.config.run, method, parts, measured, Network(1))
-            without_gpu |= cell.config.run.device == "cuda" and measured.device == "cpu"
+            missing = missing or missing_gpu(cell.config.run, measured)
             left = (len(cells) - finished) * planner.on(1).total_s / 3600
         numbers = (len(cells), finished, cell.config.train.rounds)
         rows[cell.column].append([cell.label, *map(str, numbers), f"{left:.2f}"])
@@ -77,7 +77,7 @@ def plan(table: Table) -> Document:
             grids.append(Grid(column, header, rows[column]))
         if column in table.not_run:
             grids.append(Grid(column, [f"not run: {table.not_run[column]}"], []))
-    here = "this machine, which has no GPU, as run.device=cuda wants," if without_gpu else "this machine"
+    here = f"this machine{missing}," if missing else "this machine"
     notes = [
         *([table.size] if table.size else []),
         f"{count} cells, {hours:.1f} hours of one process on {here} for what is not finished, by a dry "

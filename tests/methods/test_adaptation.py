@@ -65,7 +65,7 @@ def spoil(run: Run, split: str) -> None:
 @pytest.mark.parametrize(
     "ours",
     [
-        (PER_FEDAVG, "method.alpha=0", "method.variant=exact"),
+        *((PER_FEDAVG, "method.alpha=0", f"method.variant={name}") for name in VARIANTS),
         (FEDALA, "method.weights_lr=0", "method.most_passes=1"),
     ],
 )

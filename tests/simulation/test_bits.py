@@ -45,8 +45,8 @@ PARTICIPATION = {2: "-all", 5: "-some"}
 """The other rank counts have one case of a method: all clients on one worker, some on more workers."""
 KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
 """Methods that these do, which differ in what is sent, kept and asked for."""
-OWN_PARTS = ("fedbabu", "gpfl", "knn_per")
-"""Others that evaluate in a way of their own."""
+EVALUATED = [f"{method}-some" for method in (*KINDS, "fedbabu", "gpfl", "knn_per")]
+"""Their cases and those of others whose evaluated models are made of other parts."""
 PARTS = {
     "fedmn": ["decision"],
     "fedem": ["weights"],
@@ -186,7 +186,7 @@ def test_a_clients_model_does_not_hang_on_the_number_of_ranks(
     assert one.models.data == three.models.data
 
 
-@pytest.mark.parametrize("case", [f"{method}-some" for method in (*KINDS, *OWN_PARTS)])
+@pytest.mark.parametrize("case", EVALUATED)
 def test_evaluations_and_finetuning_change_no_state(
     serial: Folders, settings: list[str], tmp_path: Path, case: str
 ) -> None:
@@ -210,12 +210,9 @@ def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], c
     assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
 
 
-REPEATED = [f"{method}-some" for method in (*KINDS, *OWN_PARTS)]
-REPEATED += ["fedem-finetuned", "fedmn-topk", "ifca-local", "heurpfedla-mixed"]
-"""Cases that differ in what evaluated models are made of."""
-
-
-@pytest.mark.parametrize("case", REPEATED)
+@pytest.mark.parametrize(
+    "case", [*EVALUATED, "fedem-finetuned", "fedmn-topk", "ifca-local", "heurpfedla-mixed"]
+)
 def test_a_finished_run_that_is_repeated_has_its_metrics(
     serial: Folders, settings: list[str], tmp_path: Path, case: str
 ) -> None:
