@@ -51,7 +51,7 @@ LONGEST = [
             "nodes",
             "marked_device",
             "under_mpirun",
-            "golden",
+            "three_rounds",
             "bench",
         ),
         *("paper_figures", "cli", "networks", "plan", "configs", "local_settings", "adaptation", "table"),

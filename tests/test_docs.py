@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-import sys
 import warnings
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from docs_pages import DOCS, pages
-from processes import REPOSITORY, Mpirun, run_forked, run_tree
+from processes import REPOSITORY, Mpirun, run_forked
 from results_tables import CLAIMS, MARK, PAPERS, RESULTS, RESULTS_PAGE, with_claims, with_tables
 
 from hpcfl.main import main
@@ -90,16 +89,16 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
             (tmp_path / file).write_text(text)
         elif language == "python":
             (tmp_path / "example.py").write_text(text)
-            run_tree([sys.executable, "example.py"], cwd=tmp_path)
+            run_forked(["example.py"], cwd=tmp_path)
         for words in commands(text) if not language else ():
             if shlex.join(words) in ELSEWHERE:
                 continue
             if words[0] == "mpirun":
                 mpirun(int(words[2]), "-m", "hpcfl.main", *words[4:], cwd=tmp_path)
             elif words[0] == "hpcfl":
-                run_forked(words[1:], cwd=tmp_path)
+                run_forked(["-m", "hpcfl.main", *words[1:]], cwd=tmp_path)
             else:
-                run_tree([sys.executable, *words[1:]], cwd=tmp_path)
+                run_forked(words[1:], cwd=tmp_path)
 
 
 def test_no_two_pages_use_one_run_folder_otherwise() -> None:

@@ -243,7 +243,9 @@ def test_a_folder_in_use_by_another_process_is_refused(
 )
 def test_one_of_several_single_worlds_is_refused(launcher: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
-    done = run_forked([*TINY, "--out", str(tmp_path / "run")], env=launcher, check=False, timeout=60)
+    done = run_forked(
+        ["-m", "hpcfl.main", *TINY, "--out", str(tmp_path / "run")], env=launcher, check=False, timeout=60
+    )
     assert done.returncode == BAD_INPUT
     assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks")
     assert "srun --mpi=pm" in done.stderr

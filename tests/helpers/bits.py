@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 import torch
 from processes import forked
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.models import Network
 from hpcfl.models.neighbours import WithNeighbours
 from hpcfl.registries import load_config
+from hpcfl.results.run import Run
+from hpcfl.setup.experiment import load_data
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
@@ -45,6 +48,22 @@ def write_digits(path: Path, channels: int = 1) -> None:
     brightness = 0.5 ** np.arange(channels)
     x = digits.images[:, :7, :7, None] * brightness / 16
     np.savez(path, x=x.astype(np.float32), y=digits.target)
+
+
+N, K = 7, 10
+"""Clients and classes of the tiny runs."""
+LAYERS = {
+    "conv1": slice(0, 160),
+    "bn1": slice(160, 192),
+    "conv2": slice(192, 4832),
+    "bn2": slice(4832, 4896),
+    "fc1": slice(4896, 7008),
+    "fc2": slice(7008, 7658),
+}
+"""Where the layers of their network lie in its P numbers."""
+BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
+P, U, F = 7658, 2 * (16 + 32), 64
+"""Trainable numbers, running statistics and features of their network."""
 
 
 def tiny_settings(digits: Path) -> list[str]:
@@ -102,6 +121,8 @@ ALIASES = ("fedadagrad", "fedadam", "fedavg_ft", "fedavgm")
 """FedAvg with other defaults; in runs of every method, fedyogi stands for them."""
 DIFFERENT = [name for name in METHODS if name not in ALIASES]
 """Methods that have code of their own, and FedAvg with one of its servers."""
+KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
+"""Methods that differ in what is sent, kept and asked for: for tests of what no method has code for."""
 
 LOCAL_SETTINGS = [
     "train.momentum=0",
@@ -130,6 +151,14 @@ def method_settings(case: str) -> list[str]:
     """
     method = case.partition("-")[0]
     return [f"method.name={method}", *SPECIAL.get(method, []), *(VARIANTS | CODED).get(case, [])]
+
+
+def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
+    """Return a case's entry of the table of what is expected, or its method's."""
+    method = case.partition("-")[0]
+    if case not in table and method not in table:
+        pytest.fail(f"say what is expected of method {method} in {name}", pytrace=False)
+    return table.get(case, table.get(method))
 
 
 def run_here(folder: Path, settings: Sequence[str]) -> int:
@@ -212,6 +241,24 @@ def with_neighbours(models: dict[str, Tensor], client: int) -> Callable[[Network
         return WithNeighbours(network, store, one_hot, weight, 3, 1.0).probabilities(x)
 
     return probabilities
+
+
+def raw_tests(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the test samples of each client as the source stores them, x [n, C, H, W] and y [n]."""
+    arrays, parts = load_data(load_config(run.path / "config.yaml", []))
+    return [(np.ascontiguousarray(arrays.x[part.test]), arrays.y[part.test]) for part in parts]
+
+
+def right(probabilities: np.ndarray, y: np.ndarray) -> int:
+    """Return how many samples a model's class probabilities [n, K] get right."""
+    return int((probabilities.argmax(axis=1) == y).sum())
+
+
+def right_of_run(run: Run) -> list[int]:
+    """Return how many of its test samples each client gets right, by clients.csv."""
+    counts = run.clients["accuracy"] * run.clients["evaluated_samples"]
+    assert np.allclose(counts, counts.round(), atol=1e-6)
+    return counts.round().astype(int).tolist()
 
 
 def completed_rounds(folder: Path) -> int:

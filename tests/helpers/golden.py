@@ -4,7 +4,7 @@
     python tests/helpers/golden.py compare A [B]  names what differs between two commits, to the bit, on this
                                                   machine; without B: between A and this checkout
 
-A number in golden.json holds on every machine, within the tolerances of test_golden.py.
+A number in golden.json holds on every machine, within the tolerances of methods/test_three_rounds.py.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ SHAPES |= {"transformer": (80,)}
 VOCABULARY = 128
 
 
-def run_case(case: str, folder: Path) -> None:
+def run_case(case: str, folder: Path, *more: str) -> None:
     """Run a method for three rounds, four of seven clients in each, and evaluate after every round.
 
-    The images are written beside the folder.
+    The images are written beside the folder; `more` are settings beside these.
     """
     digits = folder.parent / f"digits of {case}.npz"
     write_digits(digits, channels=3 if case == COLOUR else 1)
-    settings = [*tiny_settings(digits), *MEETS_ALL_SOON, *method_settings(case)]
+    settings = [*tiny_settings(digits), *MEETS_ALL_SOON, *method_settings(case), *more]
     if case == "fedbabu-untuned":
         settings.append("train.finetune_epochs=0")
     assert run_here(folder, [*settings, "train.participation=0.6", "train.rounds=3", "run.eval_every=1"]) == 0

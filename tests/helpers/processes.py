@@ -93,15 +93,14 @@ def run_forked(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m hpcfl.main words` as `run_tree` does, without the seconds of its imports.
+    """Run `python words` as `run_tree` does, without the seconds of its imports.
 
-    The process is a copy of this one, which has imported all of it.
+    The process is a copy of this one, which has imported most of it.
     """
 
-    def program() -> int:
+    def program() -> None:
         os.chdir(cwd or REPOSITORY)
-        sys.argv = ["hpcfl", *words]
-        return main(list(words))
+        _be_python(words)
 
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         files = {1: stdout.fileno(), 2: stderr.fileno()}
@@ -115,7 +114,7 @@ def run_forked(
             os.waitpid(child, 0)
         texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
     done = subprocess.CompletedProcess(
-        ["hpcfl", *words], os.waitstatus_to_exitcode(status[1]) if status[0] else -signal.SIGKILL, *texts
+        ["python", *words], os.waitstatus_to_exitcode(status[1]) if status[0] else -signal.SIGKILL, *texts
     )
     if not status[0] or (check and done.returncode != 0):
         pytest.fail(f"exit code {done.returncode}: {' '.join(done.args)}\n{''.join(texts)}", pytrace=False)
@@ -234,6 +233,7 @@ def _be_python(words: Sequence[str]) -> None:
             exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = list(words)
+            sys.path.insert(0, str(Path(kind).parent))
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code

@@ -1,7 +1,7 @@
-"""What every method sends, keeps and scores, and that both engines train it alike.
+"""What every method scores, and that both engines train it alike.
 
-A method is under test by being in METHODS; what is expected of it stands in the tables TRAFFIC, STATE and
-SCORED below.
+A method is under test by being in METHODS; what is expected of it stands in the table SCORED below, and in
+those of test_three_rounds.py.
 
 Shapes: N clients, P trainable numbers, U running statistics, L layers, K classes.
 """
@@ -9,16 +9,31 @@ Shapes: N clients, P trainable numbers, U running statistics, L layers, K classe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
+from bits import (
+    BODY,
+    HEAD,
+    LAYERS,
+    MEETS_ALL_SOON,
+    VARIANTS,
+    F,
+    K,
+    N,
+    P,
+    U,
+    expected,
+    method_settings,
+    run_here,
+    tiny_settings,
+    write_digits,
+)
 from by_hand import (
     OneClient,
     adapted_gaussians,
@@ -42,47 +57,10 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.local import Local
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.storage.ledger import METRICS
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 
-N, K, ROUNDS = 7, 10, 3
-SAMPLED = (1, 3, 2, 1, 2, 2, 1)
-"""Rounds of each client: the cohorts are {1, 3, 4, 5}, {0, 1, 2, 6} and {1, 2, 4, 5}."""
-
-LAYERS = {
-    "conv1": slice(0, 160),
-    "bn1": slice(160, 192),
-    "conv2": slice(192, 4832),
-    "bn2": slice(4832, 4896),
-    "fc1": slice(4896, 7008),
-    "fc2": slice(7008, 7658),
-}
-"""Where the layers of the runs' network lie in its P numbers."""
-BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
-P, P_BODY, P_HEAD, P_BN, P_UPPER = 7658, 7008, 650, 32 + 64, 2112 + 650
-U = 2 * (16 + 32)
-FEATURES = 64
-P_GUIDE = K * FEATURES + 2 * ((FEATURES + 1) * FEATURES + 2 * FEATURES)
-"""GPFL's class embeddings and conditional valve: twice a linear layer and LayerNorm."""
-P_POLICY = (FEATURES + 1) * 2 * FEATURES + 2 * 2 * FEATURES
-"""FedCP's policy: a linear layer and LayerNorm."""
-
-COMPONENTS = CLUSTERS = 2
-BRANCHES = MODELS = 3
-P_BRANCHES = BRANCHES * (P - P_BN) + P_BN
-"""Batch normalisation has one branch; the other four layers have all."""
-F = 64
-"""Features."""
-HIDDEN = 8
-P_HYPER = HIDDEN * K + HIDDEN + P_HEAD * HIDDEN + P_HEAD
-
-PATHS = 8
-ENCODER = P_BODY + (64 + 1) * 16
-ROUTER = P_BODY + (64 + 1) * 128 + (K + 1) * 64 + (128 + 64 + 1) * PATHS
-P_MODULAR = ENCODER + 2 * (16 + 1) * 8 + 2 * (8 + 1) * K + ROUTER
-"""FedMN's one encoder, two layers of two blocks, and the routing hypernetwork."""
-
+ROUNDS, HIDDEN, P_HEAD = 3, 8, HEAD.stop - HEAD.start
 CASES = [*METHODS, *VARIANTS]
 FOR_ENGINES = {
     "fedala-settles": ["method.last_passes=2", "method.threshold=0.05", "method.most_passes=20"],
@@ -90,30 +68,12 @@ FOR_ENGINES = {
 }
 """What only the engines may see: clients that are done sooner than others, and several steps in a row."""
 
-FIXED_CHOICES = {"heurpfedla": ["method.k=6"], "fedmn": ["method.routing=open"]}
-"""Where traffic depends on what was learnt: all layers are retained, open paths use all blocks."""
-
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
     return [*tiny_settings(digits), *MEETS_ALL_SOON, f"train.rounds={ROUNDS}", "train.participation=0.6"]
-
-
-@pytest.fixture(scope="module")
-def folder(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function from a case to the folder of its run, in float32."""
-    base = tmp_path_factory.mktemp("methods")
-
-    @cache
-    def of(case: str) -> Path:
-        method = case.partition("-")[0]
-        keys = [*settings, *keys_of(case), *FIXED_CHOICES.get(method, []), f"run.eval_every={ROUNDS}"]
-        assert run_here(base / case, keys) == 0
-        return base / case
-
-    return of
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +92,6 @@ def keys_of(case: str) -> list[str]:
     return [*method_settings(case), *FOR_ENGINES.get(case, [])]
 
 
-def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
-    """Return a case's entry of a table, or its method's."""
-    method = case.partition("-")[0]
-    if case not in table and method not in table:
-        pytest.fail(f"say what is expected of method {method} in {name} of {__file__}", pytrace=False)
-    return table.get(case, table.get(method))
-
-
 @pytest.mark.usefixtures("double")
 def test_sizes_are_those_of_the_network(finished: Callable[[str, str], Run]) -> None:
     run = finished("fedavg", "loop")
@@ -148,276 +100,6 @@ def test_sizes_are_those_of_the_network(finished: Callable[[str, str], Run]) -> 
     assert (layout.size, layout.buffer_size, layout.body, layout.head) == (P, U, BODY, HEAD)
     cohorts = [run.simulation.cohort(number).clients for number in range(ROUNDS)]
     assert cohorts == [(1, 3, 4, 5), (0, 1, 2, 6), (1, 2, 4, 5)]
-
-
-# Traffic
-
-
-class Traffic(NamedTuple):
-    """What a sampled client gets and sends in a round: trainable numbers, running statistics, id bytes."""
-
-    down: int
-    up: int
-    statistics_down: int = 0
-    statistics_up: int = 0
-    ids_down: int = 0
-    ids_up: int = 0
-
-
-TRAFFIC = {
-    "local": Traffic(0, 0),
-    "fedavg": Traffic(P, P, U, U),
-    "fedavgm": Traffic(P, P, U, U),
-    "fedadagrad": Traffic(P, P, U, U),
-    "fedadam": Traffic(P, P, U, U),
-    "fedyogi": Traffic(P, P, U, U),
-    "fedavg_ft": Traffic(P, P, U, U),
-    "fedprox": Traffic(P, P, U, U),
-    "per_fedavg": Traffic(P, P, U, U),
-    "pfedme": Traffic(P, P),
-    "pfedhn": Traffic(P, P),
-    "pfedhn-private": Traffic(P_BODY, P_BODY),
-    "fedbn": Traffic(P - P_BN, P - P_BN),
-    "fedrep": Traffic(P_BODY, P_BODY, U, U),
-    "fedper": Traffic(P_BODY, P_BODY, U, U),
-    "fedbabu": Traffic(P_BODY, P_BODY, U, U),
-    "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
-    "fedamp": Traffic(P, P),
-    "pfedgraph": Traffic(P, P),
-    # which numbers are critical, in bits
-    "fedcac": Traffic(P, P, ids_up=-(-P // 8)),
-    "pfedsim": Traffic(P, P),
-    "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
-    "clustered_fl": Traffic(P, P, U, U),
-    "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
-    "ditto": Traffic(P, P),
-    "fedrod": Traffic(P, P, U, U),
-    "fedrod-hyper": Traffic(P + P_HYPER, P + P_HYPER, U, U),
-    "apfl": Traffic(P, P),
-    "fedphp": Traffic(P, P),
-    "fedala": Traffic(P, P, U, U),
-    "lg_fedavg": Traffic(P_UPPER, P_UPPER),
-    "scaffold": Traffic(2 * P, 2 * P, U, U),
-    # the number of steps
-    "fednova": Traffic(P, P, U, U, ids_up=8),
-    "feddyn": Traffic(P, P, U, U),
-    # the sensitivity of each number
-    "elastic": Traffic(P, 2 * P, U, U),
-    "fedntd": Traffic(P, P, U, U),
-    "fedlc": Traffic(P, P, U, U),
-    # without the paper's projection
-    "moon": Traffic(P, P, U, U),
-    "pfedla": Traffic(P, P),
-    "heurpfedla": Traffic(0, P, ids_down=6 * 8),
-    "fedafk": Traffic(P_BODY, P_BODY),
-    # eight paths are one byte
-    "fedmn": Traffic(P_MODULAR, P_MODULAR, 2 * U, 2 * U, ids_up=1),
-    "pfedmb": Traffic(P_BRANCHES, P_BRANCHES + 4 * BRANCHES, U, U),
-    "knn_per": Traffic(P, P, U, U),
-    # the consensus, a number a feature, goes up once and down ever after
-    "feddbe": Traffic(P + FEATURES, P, U, U),
-    "gpfl": Traffic(P_BODY + P_GUIDE, P_BODY + P_GUIDE, U, U),
-    "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
-    # prototypes; which of them are known (a byte each) and how many samples they are of (four)
-    "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
-    "fedtgp": Traffic(K * F, K * F, ids_down=K, ids_up=K),
-    # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
-    "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
-    # class means and their covariance
-    "pfedfda": Traffic(P_BODY + K * F + F * F, P_BODY + K * F + F * F, U, U),
-    # the trace
-    "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
-    # a byte for each class: whether the client holds it
-    "fedgh": Traffic(P_HEAD, K * F, ids_up=K),
-}
-
-
-FIRST_TRAFFIC = {"fedfomo": Traffic(0, P), "feddbe": Traffic(P, P + FEATURES, U, U)}
-"""Traffic of the first round, where it is another: before it, no client has a trained model to share, and the
-server no mean of features."""
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_traffic(folder: Callable[[str], Path], case: str) -> None:
-    sent = expected("TRAFFIC", TRAFFIC, case)
-    first = FIRST_TRAFFIC.get(case, sent)
-    with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
-        by_client = torch.from_numpy(file["ledger/client_bytes"][()])
-        (metrics,) = file["ledger/metrics"][()]
-    is_first = [client in (1, 3, 4, 5) for client in range(N)]
-    numbers = [
-        [(n - early) * sent.down + early * first.down, (n - early) * sent.up + early * first.up]
-        for n, early in zip(SAMPLED, is_first, strict=True)
-    ]
-    assert by_client.tolist() == [[4 * down, 4 * up] for down, up in numbers]
-    counted = dict(zip(METRICS, metrics, strict=True))
-    units = {
-        "bytes_down": ("down", 4),
-        "bytes_up": ("up", 4),
-        "buffer_bytes_down": ("statistics_down", 4),
-        "buffer_bytes_up": ("statistics_up", 4),
-        "index_bytes_down": ("ids_down", 1),
-        "index_bytes_up": ("ids_up", 1),
-    }
-    early = sum(is_first)
-    totals = {
-        name: unit * ((sum(SAMPLED) - early) * getattr(sent, of) + early * getattr(first, of))
-        for name, (of, unit) in units.items()
-    }
-    assert {name: counted[name] for name in totals} == totals
-
-
-# State
-
-
-class Kept(NamedTuple):
-    """Shapes by name of what checkpoints hold of the server and of the clients."""
-
-    server: dict[str, tuple[int, ...]]
-    clients: dict[str, tuple[int, ...]]
-
-
-THETA = {"theta": (P,)}
-AVERAGED = {"buffers": (U,)}
-FIRST, SECOND = {"server_m/theta": (P,)}, {"server_v/theta": (P,)}
-OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
-PROTOTYPES = {"prototypes": (K, F), "is_known": (K,)}
-BANK = {"models": (N, P), "is_known": (N,)}
-
-HYPERNETWORKS = {
-    "embedding": (N, 100),
-    "heads.bias": (N, len(LAYERS), N),
-    "heads.weight": (N, len(LAYERS), N, 100),
-    **{f"trunk{number}.bias": (N, 100) for number in (1, 2, 3)},
-    **{f"trunk{number}.weight": (N, 100, 100) for number in (1, 2, 3)},
-}
-PFEDLA = {
-    "theta": (N, P),
-    # written for readers
-    "alpha": (N, len(LAYERS), N),
-    **{f"hypernetworks/{name}": shape for name, shape in HYPERNETWORKS.items()},
-    "optimiser/largest_update": (N,),
-}
-
-
-def of_generator(outputs: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of pFedHN's hypernetwork and of its momentum."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding": (N, 2),
-        "trunk1.weight": (10, 2),
-        "trunk1.bias": (10,),
-        "trunk2.weight": (10, 10),
-        "trunk2.bias": (10,),
-        "head.weight": (outputs, 10),
-        "head.bias": (outputs,),
-    }
-    return {f"{part}/{n}": shape for part in ("hypernetwork", "velocity") for n, shape in shapes.items()}
-
-
-STATE = {
-    "local": Kept({}, OWN_MODEL),
-    "fedavg": Kept(THETA | AVERAGED, {}),
-    "fedavgm": Kept(THETA | AVERAGED | FIRST, {}),
-    "fedadagrad": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
-    "fedadam": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
-    "fedyogi": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
-    "fedavg_ft": Kept(THETA | AVERAGED, {}),
-    "fedprox": Kept(THETA | AVERAGED, {}),
-    "per_fedavg": Kept(THETA | AVERAGED, {}),
-    "pfedme": Kept(THETA, OWN_MODEL),
-    "pfedhn": Kept(of_generator(P), {"buffers": (N, U)}),
-    "pfedhn-private": Kept(of_generator(P_BODY), {"buffers": (N, U), "head": (N, P_HEAD)}),
-    "fedbn": Kept(THETA, {"batchnorm": (N, P_BN), "buffers": (N, U)}),
-    "fedrep": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
-    "fedper": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
-    # h_0 stands in theta, which is where it began
-    "fedbabu": Kept(THETA | AVERAGED, {}),
-    "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
-    # u_i follows from the models
-    "fedamp": Kept(BANK, OWN_MODEL),
-    # so do the weights
-    "pfedgraph": Kept(BANK, OWN_MODEL),
-    # the model of the warm-up, for clients that have not trained since
-    "pfedsim": Kept(BANK | THETA, {"has_own": (N,)} | OWN_MODEL),
-    "fedcac": Kept(BANK | {"critical": (N, -(-P // 8))}, OWN_MODEL),
-    # a client's number follows from its data and the newest models; its last choice is kept for readers
-    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
-    # each client's last update, which a cluster under partial participation waits for
-    "clustered_fl": Kept(
-        {"theta": (2, P), "buffers": (2, U), "cluster": (N,), "updates": (N, P), "is_known": (N,)}, {}
-    ),
-    # q_i follows from the data, pi_i and the newest components
-    "fedem": Kept({"theta": (COMPONENTS, P), "buffers": (COMPONENTS, U)}, {"weights": (N, COMPONENTS)}),
-    "ditto": Kept(THETA, OWN_MODEL),
-    # class counts follow from the data
-    "fedrod": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
-    "fedrod-hyper": Kept(THETA | AVERAGED | {"hypernetwork": (P_HYPER,)}, {}),
-    # theta is the evaluated mixture of `own` and a w_i that nobody keeps
-    "apfl": Kept(THETA, {"own": (N, P), "alpha": (N,)} | OWN_MODEL),
-    "fedphp": Kept(THETA, {"count": (N,)} | OWN_MODEL),
-    "fedala": Kept(THETA | AVERAGED, {"theta": (N, P), "weights": (N, P_HEAD), "stage": (N,)}),
-    # the server's lower layers are the common start
-    "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
-    "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
-    "fednova": Kept(THETA | AVERAGED, {}),
-    "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
-    "elastic": Kept(THETA | AVERAGED, {}),
-    "fedntd": Kept(THETA | AVERAGED, {}),
-    # class counts follow from the data
-    "fedlc": Kept(THETA | AVERAGED, {}),
-    "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
-    "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
-    "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
-    # theta is phi_i with the head h_i
-    "fedafk": Kept(THETA, {"coefficient": (N,)} | OWN_MODEL),
-    # what each client decided last
-    "fedmn": Kept(
-        {"theta": (P_MODULAR,), "buffers": (2 * U,)}, {"probability": (N, PATHS), "decision": (N, PATHS)}
-    ),
-    "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
-    # the store follows from the data and the newest model
-    "knn_per": Kept(THETA | AVERAGED, {}),
-    "feddbe": Kept(
-        THETA | AVERAGED | {"consensus": (FEATURES,), "has_consensus": (1,)}, {"offset": (N, FEATURES)}
-    ),
-    "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
-    "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
-    "fedproto": Kept(PROTOTYPES, OWN_MODEL),
-    "fedtgp": Kept(
-        PROTOTYPES
-        | {"generator/embeddings": (K, F)}
-        | {f"generator/{layer}.weight": (F, F) for layer in ("hidden", "output")}
-        | {f"generator/{layer}.bias": (F,) for layer in ("hidden", "output")},
-        OWN_MODEL,
-    ),
-    # the head of a client was combined by the server, and waits there
-    "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
-    "pfedfda": Kept(THETA | AVERAGED | {"means": (K, F), "covariance": (F, F)}, {}),
-    "fedas": Kept(
-        THETA | AVERAGED,
-        {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
-    ),
-    "fedgh": Kept({"head": (P_HEAD,)}, OWN_MODEL),
-}
-
-
-def shapes_in(group: h5py.Group) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-
-    def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        if isinstance(item, h5py.Dataset):
-            shapes[name] = item.shape
-
-    group.visititems(note)
-    return shapes
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_state(folder: Callable[[str], Path], case: str) -> None:
-    kept = expected("STATE", STATE, case)
-    with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
-        assert shapes_in(file["server"]) == kept.server
-        assert shapes_in(file["clients"]) == kept.clients
 
 
 # What is scored
@@ -634,7 +316,7 @@ def with_neighbours(run: Run) -> State:
 def with_offset_features(run: Run) -> State:
     """Let each client's vector, added to the features, add to the bias what the head makes of it."""
     theta = run.server["theta"].repeat(N, 1)
-    theta[:, -K:] += run.clients["offset"] @ run.server["theta"][HEAD][:-K].view(K, FEATURES).T
+    theta[:, -K:] += run.clients["offset"] @ run.server["theta"][HEAD][:-K].view(K, F).T
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 from bits import (
     CODED,
-    DIFFERENT,
     MEETS_ALL_SOON,
-    VARIANTS,
     method_settings,
+    raw_tests,
+    right,
+    right_of_run,
     run_here,
     tiny_settings,
     write_digits,
@@ -31,11 +32,8 @@ import hpcfl
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
-from hpcfl.registries import load_config
 from hpcfl.results.run import Run
-from hpcfl.setup.experiment import load_data
 
-CASES = [*DIFFERENT, *VARIANTS]
 NUM_CLIENTS = 7
 
 EXAMPLE = """\
@@ -80,44 +78,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("runs")
     write_digits(folder / "digits.npz")
     return Place(folder, folder / "digits.npz")
-
-
-def raw_tests(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the test samples of each client as the source stores them, x [n, C, H, W] and y [n]."""
-    arrays, parts = load_data(load_config(run.path / "config.yaml", []))
-    return [(np.ascontiguousarray(arrays.x[part.test]), arrays.y[part.test]) for part in parts]
-
-
-def right(probabilities: np.ndarray, y: np.ndarray) -> int:
-    return int((probabilities.argmax(axis=1) == y).sum())
-
-
-def right_of_run(run: Run) -> list[int]:
-    """Return how many of its test samples each client gets right, by clients.csv."""
-    counts = run.clients["accuracy"] * run.clients["evaluated_samples"]
-    assert np.allclose(counts, counts.round(), atol=1e-6)
-    return counts.round().astype(int).tolist()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_client_gets_the_same_samples_right_by_predict_and_as_a_network(place: Place, case: str) -> None:
-    run = place.run(case)
-    data = run.models.data
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
-    by_predict, by_network = [], []
-    for client, (x, y) in enumerate(raw_tests(run)):
-        found = run.predict(client, x)
-        assert found.dtype == np.float32
-        assert np.allclose(found.sum(axis=1), 1, atol=1e-5)
-        by_predict.append(right(found, y))
-        network = run.network(client)
-        assert not network.training
-        with torch.no_grad():
-            logits = network((torch.from_numpy(x) / data.scale - mean) / std)
-        assert np.allclose(logits.softmax(dim=1), found, atol=1e-5)
-        by_network.append(right(logits.numpy(), y))
-    assert by_predict == right_of_run(run)
-    assert by_network == right_of_run(run)
 
 
 def test_exported_models_score_the_same_where_there_is_no_hpcfl(place: Place, tmp_path: Path) -> None:

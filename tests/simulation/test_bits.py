@@ -14,6 +14,7 @@ import torch
 from bits import (
     CODED,
     DIFFERENT,
+    KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     VARIANTS,
@@ -43,10 +44,8 @@ SMALL_BLOCKS_RANKS = 3
 """The rank count that sends the fewest clients a block, and does all methods' cases and the variants."""
 PARTICIPATION = {2: "-all", 5: "-some"}
 """The other rank counts have one case of a method: all clients on one worker, some on more workers."""
-KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
-"""Methods that these do, which differ in what is sent, kept and asked for."""
 EVALUATED = [f"{method}-some" for method in (*KINDS, "fedbabu", "gpfl", "knn_per")]
-"""Their cases and those of others whose evaluated models are made of other parts."""
+"""Cases of KINDS and of others whose evaluated models are made of other parts."""
 PARTS = {
     "fedmn": ["decision"],
     "fedem": ["weights"],

@@ -14,6 +14,7 @@ import torch
 from bits import (
     CODED,
     DIFFERENT,
+    KINDS,
     differing,
     method_settings,
     run_here,
@@ -265,8 +266,7 @@ def test_how_long_a_round_lasts(
 CODED_FEW = [case for case in CODED if case.split("-")[0] in ("fedavg", "heurpfedla")]
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
-@pytest.mark.parametrize("case", [*DIFFERENT, *CODED_FEW])
+@pytest.mark.parametrize("case", [*KINDS, *CODED_FEW])
 def test_the_bytes_of_the_clock_are_those_of_the_ledger(
     settings: list[str], recorded: list[dict[str, object]], tmp_path: Path, case: str
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,12 +34,14 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
-from hpcfl.methods import METHODS, Method
+from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout
 from hpcfl.simulation.divergence import diverged_members, losses_and_extremes
+from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.round_loop import Simulation
+from hpcfl.storage.ledger import Evaluation
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
@@ -158,7 +161,7 @@ class Crossed(NamedTuple):
 
 @pytest.fixture
 def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
-    """Return what crosses in each round and evaluation to come."""
+    """Return what crosses in each round, and evaluation of the clients in training, to come."""
     found: list[Crossed] = []
     ways = ("to device", "to host")
     in_messages = Counter[str]()
@@ -178,22 +181,33 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
         in_messages["to device"] += real_numbers(requests)
         return send_requests(self, requests, cohort)
 
-    def watched(hook: Any) -> Any:
-        def watch(*arguments: Any) -> Any:
-            in_messages.clear()
-            before = [marked.numbers[way, torch.float32] for way in ways]
-            result = hook(*arguments)
-            after = [marked.numbers[way, torch.float32] - in_messages[way] for way in ways]
-            found.append(Crossed(*(late - early for early, late in zip(before, after, strict=True))))
-            return result
+    @contextmanager
+    def watched() -> Iterator[None]:
+        in_messages.clear()
+        before = [marked.numbers[way, torch.float32] for way in ways]
+        yield
+        after = [marked.numbers[way, torch.float32] - in_messages[way] for way in ways]
+        found.append(Crossed(*(late - early for early, late in zip(before, after, strict=True))))
 
-        return watch
+    round_of, models_of = Simulation._round, Evaluator.models
+
+    def watched_round(*arguments: Any) -> Any:
+        with watched():
+            return round_of(*arguments)
+
+    def watched_models(
+        self: Evaluator, server: State, cohort: Cohort, scores: Evaluation | None = None
+    ) -> Iterator[Message]:
+        # unseen clients begin with state of their own
+        are_scored = scores is not None and not self._federation.is_unseen(cohort)
+        with watched() if are_scored else nullcontext():
+            yield from models_of(self, server, cohort, scores)
 
     monkeypatch.setattr(Channel, "down", counted_down)
     monkeypatch.setattr(Channel, "up", counted_up)
     monkeypatch.setattr(Federation, "send_requests", counted_requests)
-    for name in ("_round", "_evaluate"):
-        monkeypatch.setattr(Simulation, name, watched(getattr(Simulation, name)))
+    monkeypatch.setattr(Simulation, "_round", watched_round)
+    monkeypatch.setattr(Evaluator, "models", watched_models)
     return found
 
 
@@ -201,7 +215,7 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    few = ["data.clients=4", "data.subset_per_class=8", "run.clients_at_once=2", "train.rounds=2"]
+    few = ["data.clients=6", "data.subset_per_class=12", "run.clients_at_once=2", "train.rounds=2"]
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.6", "run.eval_every=1"]
 
 
@@ -237,9 +251,10 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
     case: str,
     engine: str,
 ) -> None:
-    """Download, request, training, aggregation, checkpoint, fine-tuning and evaluation."""
+    """Download, request, training, aggregation, checkpoint, fine-tuning, unseen clients and evaluation."""
     keys = [*settings, *method_settings(case), "train.finetune_epochs=1", f"run.engine={engine}"]
-    assert run_here(tmp_path / "run", [*keys, "run.eval_every=2"]) == FINISHED
+    keys += ["data.unseen_clients=0.33", "run.eval_every=2"]
+    assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(stops_between_steps) >= 2
     assert set(stops_between_steps) == {0}
     # two rounds and an evaluation
@@ -248,26 +263,6 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
         own = OWN_NUMBERS.get(case, 0)
         assert {crossed.to_host for crossed in crossings} == {0}
         assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(13)}
-
-
-ADAPTING = [
-    name
-    for name, method in METHODS.items()
-    if method.new_client_model is not Method.new_client_model
-    or method.new_client_download is not Method.new_client_download
-]
-"""Methods with code of their own for unseen clients."""
-
-
-@pytest.mark.filterwarnings("ignore:.*never split")
-@pytest.mark.parametrize("case", ["fedavg", "local", *ADAPTING, *VARIANTS])
-def test_unseen_clients_adapt_there(
-    settings: list[str], stops_between_steps: list[int], tmp_path: Path, case: str
-) -> None:
-    keys = ["data.clients=6", "data.subset_per_class=12", "data.unseen_clients=0.33", "train.rounds=1"]
-    words = [*settings, *method_settings(case), *keys, "run.engine=batched"]
-    assert run_here(tmp_path / "run", words) == FINISHED
-    assert set(stops_between_steps) <= {0}
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
