@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 import struct
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
-from processes import run_tree
+from processes import run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.registries import load_config
@@ -179,9 +180,12 @@ def wandb_rows(folder: Path) -> list[dict[tuple[str, int], float]]:
 
 def killed_and_resumed(folder: Path, settings: list[str], tracker: str, env: dict[str, str]) -> None:
     """Run in processes of their own: clients of services leave threads behind."""
-    words = [sys.executable, "-m", "hpcfl.main", *settings, f"run.tracker={tracker}", "--out", str(folder)]
-    run_tree([*words, "train.rounds=3"], env=env)
-    ended = run_tree(words, env=env)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(tracker)
+    words = ["-m", "hpcfl.main", *settings, f"run.tracker={tracker}", "--out", str(folder)]
+    run_forked([*words, "train.rounds=3"], env=env)
+    ended = run_forked(words, env=env)
     assert ended.stderr == ""
 
 
@@ -258,7 +262,7 @@ def test_a_service_that_cannot_be_reached_is_given_up_with_a_warning(
 ) -> None:
     env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     words = [*settings, "run.tracker=mlflow", "--quiet", "--out", str(tmp_path / "run")]
-    ended = run_tree([sys.executable, "-m", "hpcfl.main", *words], env=env)
+    ended = run_forked(["-m", "hpcfl.main", *words], env=env)
     (warning,) = ended.stderr.splitlines()
     assert warning.startswith(f"hpcfl: warning: {tmp_path / 'run'}: run.tracker=mlflow has failed: ")
     assert run_here(tmp_path / "plain", settings) == FINISHED
