@@ -26,7 +26,11 @@ class Evaluator:
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self._method, self._adapter = federation.method, federation.adapter
-        self._finetunes = federation.config.train.finetune_epochs > 0
+        self._scores_the_download = (
+            self._method.traits.eval_after == "download"
+            and federation.config.train.finetune_epochs == 0
+            and type(self._method).model_after_download is Method.model_after_download
+        )
         self._split = federation.config.run.eval_split
         self._scores_val = federation.config.train.patience is not None
 
@@ -51,7 +55,7 @@ class Evaluator:
         rows = [torch.zeros(0, 4, dtype=torch.float64)]
         is_unseen = self._federation.is_unseen(cohort)
         make = self._adapter.new_client_model if is_unseen else self._adapter.eval_model
-        is_same = is_unseen or (self._method.traits.eval_after == "download" and not self._finetunes)
+        is_same = is_unseen or self._scores_the_download
         scores_val = self._scores_val and not is_unseen
         for clients, down in self._federation.downloads(server, cohort):
             before = None

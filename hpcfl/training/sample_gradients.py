@@ -50,8 +50,10 @@ def _is_covered(module: nn.Module) -> bool:
 def _by_layer(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     received: list[tuple[nn.Module, Tensor, Tensor]] = []
 
-    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         received.append((module, inputs[0].detach(), output))
+        # what follows may change its input in place
+        return output.clone()
 
     layers = _with_weights(network)
     hooks = [module.register_forward_hook(keep) for module in layers]

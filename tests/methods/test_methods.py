@@ -626,6 +626,24 @@ def test_scoring_an_upload_puts_nothing_into_it() -> None:
     assert torch.equal(Run(*keys, kind=Returning).bytes_by_client, Run(*keys).bytes_by_client)
 
 
+class Elsewhere(FedAvg):
+    """Has another model right after the download than the one that is scored, which is untrained zeros."""
+
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(shared={"theta": torch.zeros_like(down["theta"][0])})
+
+
+def test_a_model_of_ones_own_after_the_download_is_scored() -> None:
+    columns = "accuracy_mean", "accuracy_after_download", "accuracy_after_training"
+    keys = ("method.name=fedavg", "train.rounds=2", "run.eval_every=1")
+    plain, own = (Run(*keys, kind=kind).simulation.ledger.tables()["metrics"] for kind in (FedAvg, Elsewhere))
+    scored, after_download, after_training = (plain.column(name)[-1] for name in columns)
+    assert after_download == scored
+    assert own.column(columns[0])[-1] == scored
+    assert own.column(columns[1])[-1] < scored
+    assert own.column(columns[2])[-1] == after_training
+
+
 def test_what_all_clients_share_is_saved_once(tmp_path: Path) -> None:
     for case, shape in (("fedbabu", 1), ("fedem", 1), ("fedprox", 1), ("ditto", 4), ("fedper", 4)):
         keys = [*SMALL, f"method.name={case}", "train.finetune_epochs=0", "train.rounds=1"]

@@ -43,6 +43,9 @@ BY_LAYER = {
         nn.Flatten(),
         nn.LazyLinear(10, bias=False),
     ),
+    "changed in place": nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(10)
+    ),
     "linear at each position": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(40, 10)),
 }
 ONE_BY_ONE = {
