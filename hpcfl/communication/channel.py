@@ -55,18 +55,18 @@ class _Entry:
 
 
 class _Placement:
-    """Which worker has which members of a cohort; positions are those in the cohort."""
+    """Which worker has which members of a cohort; positions are those in the cohort.
 
-    def __init__(self, workers: Sequence[int], num_workers: int) -> None:
+    `own` are the positions of the members on `worker`, in ascending order; none for -1, a server's.
+    """
+
+    def __init__(self, workers: Sequence[int], num_workers: int, worker: int) -> None:
         self._workers, self._num_workers = torch.tensor(workers, dtype=torch.int64), num_workers
         self._is_sorted = bool((self._workers.diff() >= 0).all())
+        self.own: list[int] = torch.nonzero(self._workers == worker).flatten().tolist()
 
     def __len__(self) -> int:
         return len(self._workers)
-
-    def of_worker(self, worker: int) -> list[int]:
-        """Return the positions of a worker's members, in ascending order."""
-        return torch.nonzero(self._workers == worker).flatten().tolist()
 
     def in_worker_order(self, block: slice) -> slice | Tensor:
         """Return the positions of a block, worker by worker, in ascending order within each."""
@@ -96,7 +96,7 @@ class Channel:
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the positions in the cohort of this rank's clients, in ascending order."""
-        return self._own(self._placement(cohort))
+        return self._placement(cohort).own
 
     def homes(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker whose shard has each member."""
@@ -112,7 +112,7 @@ class Channel:
         Collective. `message` is the server's and None elsewhere; a serial world gets a copy.
         """
         world, placement = self._world, self._placement(cohort)
-        own = self._own(placement)
+        own = placement.own
         header = None if message is None else pickle.dumps(_Entry.describe(message))
         received = Message(num_clients=len(own))
         for entry in pickle.loads(world.broadcast_bytes(header)):
@@ -130,7 +130,7 @@ class Channel:
                 if entry.is_chosen:
                     frame = replace(frame, keep=chosen.bool())
                 rows = message.per_client[entry.name] if message is not None else None
-                received.per_client[entry.name] = self._scatter(frame, rows, placement, own, codec)
+                received.per_client[entry.name] = self._scatter(frame, rows, placement, codec)
             if entry.keep is not None:
                 received.layer_mask[entry.name] = torch.tensor(entry.keep)
         return received
@@ -186,7 +186,7 @@ class Channel:
             if coding is not None and coding.codec.for_frame(frame).uses_error_feedback:
                 coding.unsent.begin(frame)
         placement = self._placement(cohort)
-        return _SentUpload(self._world, message, placement, self._own(placement), frames, sent, coding)
+        return _SentUpload(self._world, message, placement, frames, sent, coding)
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
@@ -195,11 +195,8 @@ class Channel:
         gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
         return None if gathered is None else placement.in_client_order(gathered.view(-1, width), everyone)
 
-    def _own(self, placement: _Placement) -> list[int]:
-        return placement.of_worker(self._world.worker_index) if self._world.is_worker else []
-
     def _placement(self, cohort: Cohort) -> _Placement:
-        return _Placement(self.workers(cohort), self._world.num_workers)
+        return _Placement(self.workers(cohort), self._world.num_workers, self._world.worker_index)
 
     def _broadcast(self, frame: Frame, row: Tensor | None, codec: Codec) -> Tensor:
         """Return the server's row [1, ...] of a shared tensor on every rank. Collective."""
@@ -215,9 +212,7 @@ class Channel:
             arrived.append(_unpack(flat, piece, 1))
         return codec.decode(arrived, frame).view(1, *frame.shape)
 
-    def _scatter(
-        self, frame: Frame, rows: Tensor | None, placement: _Placement, own: list[int], codec: Codec
-    ) -> Tensor:
+    def _scatter(self, frame: Frame, rows: Tensor | None, placement: _Placement, codec: Codec) -> Tensor:
         """Return this rank's rows of the server's [S, ...]. Collective."""
         codec = codec.for_frame(frame)
         pieces = codec.pieces(frame)
@@ -230,7 +225,7 @@ class Channel:
                 send = None if encoded is None else _pack(encoded[number], piece[order])
                 counts = placement.sizes(_row_sizes(piece, len(placement)), block)
                 parts[number].append(self._world.scatter(send, counts, piece.dtype))
-        count = len(own)
+        own, count = placement.own, len(placement.own)
         arrived = [
             _unpack(part[1] if len(part) == 2 else torch.cat(part), piece[own], count)
             for part, piece in zip(parts, pieces, strict=True)
@@ -275,14 +270,13 @@ class _SentUpload(Upload):
         world: Communicator,
         message: Message,
         placement: _Placement,
-        own: Sequence[int],
         frames: dict[str, Frame],
         sent: Message | None,
         coding: UploadCoding | None,
     ) -> None:
-        """Take the rows of this rank's members, at the positions `own`, and the frames of all tensors."""
+        """Take the rows of this rank's members and the frames of all tensors."""
         self.sent = sent
-        self._world, self._message, self._placement, self._own = world, message, placement, own
+        self._world, self._message, self._placement, self._own = world, message, placement, placement.own
         self._frames, self._coding = frames, coding
         codec = IDENTITY if coding is None else coding.codec
         self._codecs = {name: codec.for_frame(frame) for name, frame in frames.items()}
@@ -353,7 +347,7 @@ class _SentUpload(Upload):
     def _sum(self, name: str, shares: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sums [K, ...] of a tensor on the server, which passes the shares. Collective."""
         self._world.broadcast(shares)
-        frame, own = self._frames[name], list(self._own)
+        frame, own = self._frames[name], self._own
         rows = self._as_decoded(name).view(len(own), *frame.shape)
         sent_layers = None
         if frame.keep is not None:
@@ -373,7 +367,7 @@ class _SentUpload(Upload):
 
     def _as_decoded(self, name: str) -> Tensor:
         """Return this rank's rows of a tensor [C, M, W] as the server would read them."""
-        frame, codec = self._frames[name][list(self._own)], self._codecs[name]
+        frame, codec = self._frames[name][self._own], self._codecs[name]
         if not self._own:
             return torch.empty(0, frame.models, sum(frame.sizes), dtype=frame.dtype)
         rows = self._message.per_client[name]
@@ -391,7 +385,7 @@ class _SentUpload(Upload):
         row_size = sum(math.prod(frame.shape) for frame in frames.values())
         for block in _blocks(row_size, len(placement), world.max_elements):
             first, last = bisect_left(self._own, block.start), bisect_left(self._own, block.stop)
-            mine, order = list(self._own[first:last]), placement.in_worker_order(block)
+            mine, order = self._own[first:last], placement.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
             for name, frame in frames.items():
                 codec = self._codecs[name]

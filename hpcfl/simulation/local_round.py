@@ -21,19 +21,15 @@ Groups = Iterable[tuple[slice, ClientGroup]]
 
 @dataclass
 class LocalRound:
-    """The result of this rank's members of a cohort: their upload, and float64 figures [own members]."""
+    """The result of this rank's members of a cohort."""
 
     up: Message
-    losses: Tensor
-    """Mean loss over the steps."""
-    steps: Tensor
-    accuracy: Tensor
-    """Accuracy of the models right after training; nan without an evaluation or without such a model."""
+    figures: Tensor
+    """Float64 [own members, 4]: mean loss over the steps; steps; accuracy of the model right after training,
+    nan without an evaluation or without such a model; seconds on the simulated clock, 0 without one."""
     train_s: float
     evaluate_s: float
-    """Seconds of scoring them."""
-    simulated_s: Tensor
-    """Seconds on the simulated clock; 0 without one."""
+    """Seconds of scoring the models."""
     late: list[int]
     """Members that missed `clients.deadline_s`."""
     diverged: dict[int, str]
@@ -59,8 +55,7 @@ class LocalTraining:
 
         `received` and `moved`: messages from the server, and bytes both ways, in this round so far.
         """
-        nothing = torch.zeros(0, dtype=torch.float64)
-        losses, steps, scores, simulated_s = [nothing], [nothing], [nothing], [nothing]
+        figures = [torch.zeros(0, 4, dtype=torch.float64)]
         uploads = Uploads(down.num_clients)
         adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
@@ -69,22 +64,21 @@ class LocalTraining:
         for part, clients in groups:
             mine = down.select(part).to(clients.device) | handover
             up = adapter.train(clients, mine)
-            steps.append(clients.steps.double())
-            figures = losses_and_extremes(clients, up).cpu()
-            losses.append(figures[0] / clients.steps.clamp(min=1))
+            found = losses_and_extremes(clients, up).cpu()
             seconds, late = self._on_the_clock(clients, up, received.select(part), moved[part])
-            simulated_s.append(seconds)
             all_late += [clients.ids[place] for place in late]
             bad = {
                 place: what
-                for place, what in diverged_members(clients, up, figures).items()
+                for place, what in diverged_members(clients, up, found).items()
                 if place not in late
             }
             diverged |= {clients.ids[place]: what for place, what in bad.items()}
             scoring_began_s = time.monotonic()
             model = adapter.model_after_training(clients, mine, up) if is_evaluated else Message()
-            scores.append(self._evaluator.scores(clients, model)[:, 0])
+            accuracy = self._evaluator.scores(clients, model)[:, 0]
             scoring_s += time.monotonic() - scoring_began_s
+            losses = found[0] / clients.steps.clamp(min=1)
+            figures.append(torch.stack([losses, clients.steps.double(), accuracy, seconds], dim=1))
             # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
             uploads.add(part, adapter.sent(mine, up))
             left_out = {*late, *(bad if self._leaves_out else ())}
@@ -96,12 +90,9 @@ class LocalTraining:
             self._federation.world.heartbeat()
         return LocalRound(
             up=uploads.message,
-            losses=torch.cat(losses),
-            steps=torch.cat(steps),
-            accuracy=torch.cat(scores),
+            figures=torch.cat(figures),
             train_s=time.monotonic() - began_s - scoring_s,
             evaluate_s=scoring_s,
-            simulated_s=torch.cat(simulated_s),
             late=all_late,
             diverged=diverged,
         )

@@ -80,9 +80,9 @@ class Recorder:
         an evaluation, and on ranks other than the server.
         """
         channel = self._federation.channel
-        seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
-        figures_here = [local.losses, local.steps, local.accuracy, local.simulated_s, *seconds_here]
-        figures = channel.collect(trained, torch.stack(figures_here, dim=1))
+        spent = torch.tensor([local.train_s, local.evaluate_s], dtype=torch.float64)
+        spent = spent.expand(len(local.figures), 2)
+        figures = channel.collect(trained, torch.cat([local.figures, spent], dim=1))
         after_training = np.full(self._federation.num_clients, np.nan)
         if figures is None:
             return after_training

@@ -43,15 +43,6 @@ class StopFlag:
         self._in_slurm = "SLURM_JOB_ID" in os.environ
         self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._requests)
-
-    def time_is_short(self, needed_s: float) -> bool:
-        """Return whether SLURM ends the job within `needed_s` seconds; False without an end time."""
-        return self._end_s is not None and self._end_s - time.monotonic() < needed_s
-
     def agreed(self, world: Communicator, needed_s: float) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
 
@@ -59,8 +50,8 @@ class StopFlag:
             world: the ranks.
             needed_s: seconds of what would come next.
         """
-        wanted = self.requested or (world.is_server and self.time_is_short(needed_s))
-        return world.maximum(int(wanted)) == 1
+        is_short = self._end_s is not None and self._end_s - time.monotonic() < needed_s
+        return world.maximum(int(bool(self._requests) or (world.is_server and is_short))) == 1
 
     def restore(self) -> None:
         """Restore the previous handlers."""

@@ -37,7 +37,7 @@ from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record, whole_lines
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import Snapshot
-from hpcfl.storage.trackers import Tracker, start_tracker
+from hpcfl.storage.trackers import TRACKERS, Tracker
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """Name of config.yaml until it is complete; a killed run may leave it."""
@@ -202,7 +202,7 @@ class RunFolder:
             ledger.start_files(self.path)
         if name := self._config.run.tracker:
             with self._tracker_or_warning():
-                self._tracker = start_tracker(name, self.path, self._config, ledger)
+                self._tracker = TRACKERS[name](self.path, self._config, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
         """Append new rows to the files of `start_files`."""

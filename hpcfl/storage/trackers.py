@@ -6,7 +6,7 @@ import importlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,50 +23,18 @@ BINS = np.linspace(0, 1, 21)
 PROJECT = "hpcfl"
 """Project of Weights & Biases and experiment of MLflow, where the user's environment names no other."""
 
-_PACKAGES = {
-    "tensorboard": ("tensorboardX.event_file_writer", "tensorboardX"),
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow-skinny"),
-}
-"""What each tracker imports, and the package of pip that has it."""
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise UserError where the tracker's package cannot be imported."""
-    if name is None:
-        return
-    module, package = _PACKAGES[name]
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"run.tracker={name} needs the package {package} ({one_line(error)}); install it with: "
-            f"pip install {package}, or drop run.tracker"
-        ) from error
-
-
-def start_tracker(name: str, folder: Path, config: Config, ledger: Ledger) -> Tracker:
-    """Begin or continue a run's pages, with the evaluations that they do not have yet.
-
-    Raises what the package raises.
-    """
-    kinds = {"tensorboard": EventFile, "wandb": WandbRun, "mlflow": MlflowRun}
-    return kinds[name](folder, config, ledger)
-
-
-def _row(ledger: Ledger, number: int) -> tuple[int, dict[str, float]]:
-    """Return the round of an evaluation, and by column of metrics.csv what was measured."""
-    row = dict(zip(ledger.columns, ledger.metrics[number], strict=True))
-    done = int(row.pop("round"))
-    return done, {name: float(value) for name, value in row.items() if not np.isnan(value)}
-
 
 class Tracker:
     """Where rank 0 sends each evaluation. Its service may know the run by an id.
 
     A resumed run adds the rounds that are not there. Those that a killed run did after its last checkpoint
-    are, and have the same numbers.
+    are, and have the same numbers. Every call raises what the package raises.
     """
+
+    module: ClassVar[str]
+    """What is imported."""
+    package: ClassVar[str]
+    """The package of pip that has it."""
 
     def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
         # of each service its own: a resumed run may have another tracker
@@ -82,9 +50,11 @@ class Tracker:
     def append(self, ledger: Ledger) -> None:
         """Send the evaluations that are new."""
         for number in range(self._read, len(ledger.metrics)):
-            done, row = _row(ledger, number)
+            row = dict(zip(ledger.columns, ledger.metrics[number], strict=True))
+            done = int(row.pop("round"))
             if done >= self._next_round:
-                self._send(done, row, ledger.evaluated["accuracy"][number])
+                known = {name: float(value) for name, value in row.items() if not np.isnan(value)}
+                self._send(done, known, ledger.evaluated["accuracy"][number])
         self._read = len(ledger.metrics)
 
     def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
@@ -103,6 +73,8 @@ class Tracker:
 
 class WandbRun(Tracker):
     """A run of Weights & Biases; with WANDB_MODE=offline the newest folder in wandb/ has all rounds."""
+
+    module = package = "wandb"
 
     def _open(self, known: str | None, folder: Path, keys: dict[str, Any], _: float) -> tuple[str, int]:
         import wandb
@@ -127,6 +99,8 @@ class WandbRun(Tracker):
 
 class MlflowRun(Tracker):
     """A run of MLflow, on the server or in the folder that MLFLOW_TRACKING_URI names."""
+
+    module, package = "mlflow", "mlflow-skinny"
 
     def _open(self, known: str | None, folder: Path, keys: dict[str, Any], _: float) -> tuple[str, int]:
         from mlflow import MlflowClient
@@ -163,6 +137,8 @@ class EventFile(Tracker):
     forget the earlier files. Each evaluation is at once on the disk.
     """
 
+    module, package = "tensorboardX.event_file_writer", "tensorboardX"
+
     def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -190,3 +166,21 @@ class EventFile(Tracker):
 
     def close(self, is_finished: bool) -> None:
         self._writer.close()
+
+
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": EventFile, "wandb": WandbRun, "mlflow": MlflowRun}
+"""Trackers by `run.tracker`."""
+
+
+def check_tracker(name: str | None) -> None:
+    """Raise UserError where the tracker's package cannot be imported."""
+    if name is None:
+        return
+    kind = TRACKERS[name]
+    try:
+        importlib.import_module(kind.module)
+    except ImportError as error:
+        raise UserError(
+            f"run.tracker={name} needs the package {kind.package} ({one_line(error)}); install it with: "
+            f"pip install {kind.package}, or drop run.tracker"
+        ) from error

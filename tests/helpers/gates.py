@@ -42,7 +42,7 @@ class Gated(FedAvg):
             raise RuntimeError("a mistake of one's own")
         end_s = time.monotonic() + 120
         while (gates / f"closed-{clients.round}").exists() and time.monotonic() < end_s:
-            if signal.getsignal(signal.SIGUSR1).__self__.requested:
+            if signal.getsignal(signal.SIGUSR1).__self__._requests:
                 (gates / "signalled").touch()
             time.sleep(0.02)
         return super().train(clients, down)

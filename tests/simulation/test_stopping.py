@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import ForcedStop
 from hpcfl.simulation import stopping
 from hpcfl.simulation.stopping import StopFlag
@@ -25,9 +26,9 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopFlag]:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_requests_a_stop(flag: StopFlag, number: signal.Signals) -> None:
-    assert not flag.requested
+    assert not flag.agreed(Communicator(), 0)
     signal.raise_signal(number)
-    assert flag.requested
+    assert flag.agreed(Communicator(), 0)
 
 
 @pytest.mark.parametrize("first", STOP_SIGNALS)
@@ -39,7 +40,7 @@ def test_a_second_signal_stops_at_once(
     # as a terminal and a launcher deliver it, and a launcher may turn it into another
     for again in (first, second):
         signal.raise_signal(again)
-    assert flag.requested
+    assert flag.agreed(Communicator(), 0)
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     with pytest.raises(ForcedStop, match=f"by a second signal, {second.name};") as stopped:
         signal.raise_signal(second)
@@ -82,7 +83,7 @@ def test_time_is_short_before_the_end_of_the_job(
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + end_in_s))
     flag = StopFlag()
     flag.restore()
-    assert flag.time_is_short(needed_s) is short
+    assert flag.agreed(Communicator(), needed_s) is short
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
@@ -94,12 +95,12 @@ def test_a_clock_that_jumps_does_not_move_the_end_of_the_job(
     flag.restore()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
-    assert flag.time_is_short(150)
-    assert not flag.time_is_short(50)
+    assert flag.agreed(Communicator(), 150)
+    assert not flag.agreed(Communicator(), 50)
 
 
 def test_an_unreadable_end_time_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "Unknown")
     flag = StopFlag()
     flag.restore()
-    assert not flag.time_is_short(1e9)
+    assert not flag.agreed(Communicator(), 1e9)

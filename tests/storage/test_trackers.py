@@ -21,8 +21,7 @@ from processes import run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.registries import load_config
-from hpcfl.storage import trackers
-from hpcfl.storage.trackers import BINS, Tracker
+from hpcfl.storage.trackers import BINS, TRACKERS, Tracker
 
 ROUNDS = 5
 TOLERANCE = 1e-6
@@ -227,6 +226,7 @@ def test_mlflow_has_every_round_once(settings: list[str], tmp_path: Path) -> Non
 class Known(Tracker):
     """In place of a service; knows under which ids runs were opened."""
 
+    module = package = "json"
     opened: ClassVar[list[tuple[str, str | None]]] = []
 
     def _open(self, known: str | None, folder: Path, keys: dict[str, Any], wall_s: float) -> tuple[str, int]:
@@ -246,8 +246,8 @@ def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Known.opened.clear()
-    for name in ("WandbRun", "MlflowRun"):
-        monkeypatch.setattr(trackers, name, Known)
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(TRACKERS, name, Known)
     for tracker, rounds in [("wandb", 2), ("mlflow", 3), ("wandb", 4)]:
         capsys.readouterr()
         keys = [*settings, f"run.tracker={tracker}", f"train.rounds={rounds}"]
