@@ -284,7 +284,7 @@ class _Rounds(Simulation):
         federation = self._federation
         if not federation.num_unseen:
             return 0.0, Message()
-        cohort = federation.unseen_cohort(done, [federation.num_clients])
+        cohort = federation.cohort_of(done, [federation.num_clients])
         began_s = time.monotonic()
         (model,) = self._evaluator.models(self.server, cohort, self._found)
         seconds = time.monotonic() - began_s

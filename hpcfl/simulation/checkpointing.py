@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -62,17 +63,17 @@ class Saver:
 
         The models are made anew, cohort by cohort: memory may not hold those of all clients.
         """
-        models = unseen = None
-        if with_models:
-            federation = self._federation
-            models = partial(self._model_rows, server, federation.everyone(done))
-            if federation.num_unseen:
-                unseen = partial(self._model_rows, server, federation.unseen(done))
+        federation = self._federation
+        models = {
+            name: partial(self._model_rows, server, federation.cohorts(done, clients))
+            for name, clients in (("personalised", federation.in_training), ("unseen", federation.unseen))
+            if with_models and clients
+        }
         if self._folder is None:
-            _take_part(self._client_rows())
-            for of_clients in (models, unseen):
-                if of_clients is not None:
-                    _take_part(of_clients())
+            # through all blocks, as the server while it writes them
+            deque(self._client_rows().blocks, maxlen=0)
+            for rows in models.values():
+                deque(rows().blocks, maxlen=0)
         else:
             self._folder.save(
                 Snapshot(
@@ -87,7 +88,6 @@ class Saver:
                     self._ledger.history,
                     self._ledger.tables,
                     models,
-                    unseen,
                 )
             )
             write_job_note("saved", f"{self._folder.path} {done}")
@@ -262,9 +262,3 @@ def _rows(model: Message, without: Sequence[str]) -> Message:
     """Return a group's models as rows, leaving out empty parts and the parts named in `without`."""
     rows = {name: model[name] for name in model.names if name not in without and model[name].numel()}
     return Message(per_client=rows, num_clients=model.num_clients)
-
-
-def _take_part(rows: Rows) -> None:
-    """Iterate over all blocks on a worker, as the server does while it writes them. Collective."""
-    for _ in rows.blocks:
-        pass

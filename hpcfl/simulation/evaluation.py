@@ -43,7 +43,10 @@ class Evaluator:
         return found
 
     def _everyone(self, done: int) -> Iterator[Cohort]:
-        return chain(self._federation.everyone(done), self._federation.unseen(done))
+        federation = self._federation
+        return chain(
+            federation.cohorts(done, federation.in_training), federation.cohorts(done, federation.unseen)
+        )
 
     def models(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
         """Yield the evaluated models of this rank's members of a cohort, group by group.
@@ -117,7 +120,7 @@ class Evaluator:
     def try_new_client_download(self, server: State) -> None:
         """Call `new_client_download` once before the first round, so that a method without it fails early.
         Collective."""
-        cohort = next(self._federation.unseen(0), None)
+        cohort = next(self._federation.cohorts(0, self._federation.unseen), None)
         if cohort is not None:
             self._federation.on_server(partial(self._adapter.new_client_download, server, cohort))
 

@@ -62,7 +62,9 @@ class Federation:
         self.num_clients = experiment.num_clients
         """Clients that take part in training, N."""
         self.num_unseen = len(experiment.num_train) - self.num_clients
-        """Clients that do not, U, with ids from N on."""
+        """Clients that do not, U."""
+        self.in_training = range(self.num_clients)
+        self.unseen = range(self.num_clients, len(experiment.num_train))
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
@@ -113,8 +115,12 @@ class Federation:
         ]
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
-        """Return a cohort of given clients, in ascending order."""
-        return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
+        """Return a cohort of given clients in ascending order, all in training or all unseen."""
+        num_samples, workers = torch.from_numpy(self.experiment.num_train[list(clients)]), None
+        if clients and clients[0] in self.unseen:
+            numbers = [client - self.num_clients for client in clients]
+            workers = tuple(self.world.homes(numbers, self.num_unseen))
+        return Cohort(round, tuple(clients), num_samples, workers)
 
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.
@@ -138,35 +144,18 @@ class Federation:
         ways = zip(cohort.clients, homes, cohort.workers, strict=True)
         return [(client, home, worker) for client, home, worker in ways if home != worker]
 
-    def everyone(self, round: int) -> Iterator[Cohort]:
-        """Yield all clients in cohorts of bounded size, the same for any number of ranks.
+    def cohorts(self, round: int, clients: range) -> Iterator[Cohort]:
+        """Yield `in_training` or `unseen` in cohorts of bounded size, the same for any number of ranks.
 
         Each cohort is spread evenly over the shards.
         """
-        for clients in self._spread(range(self.num_clients)):
-            yield self.cohort_of(round, clients)
-
-    def unseen(self, round: int) -> Iterator[Cohort]:
-        """Yield all clients that take no part in training, in cohorts like those of `everyone`."""
-        for clients in self._spread(range(self.num_clients, self.num_clients + self.num_unseen)):
-            yield self.unseen_cohort(round, clients)
-
-    def unseen_cohort(self, round: int, clients: Sequence[int]) -> Cohort:
-        """Return a cohort of given clients that take no part in training, in ascending order."""
-        numbers = [client - self.num_clients for client in clients]
-        num_samples = torch.from_numpy(self.experiment.num_train[list(clients)])
-        homes = tuple(self.world.homes(numbers, self.num_unseen))
-        return Cohort(round, tuple(clients), num_samples, homes)
+        parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
+        for part in range(min(parts, len(clients))):
+            yield self.cohort_of(round, clients[part::parts])
 
     def is_unseen(self, cohort: Cohort) -> bool:
         """Whether a cohort's clients take no part in training."""
-        return cohort.clients[0] >= self.num_clients
-
-    def _spread(self, clients: range) -> Iterator[range]:
-        """Split clients into parts of bounded size, each spread evenly over the shards."""
-        parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
-        for part in range(min(parts, len(clients))):
-            yield clients[part::parts]
+        return cohort.clients[0] in self.unseen
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the members that train on this rank, in ascending order."""

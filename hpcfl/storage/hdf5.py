@@ -226,9 +226,8 @@ def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], No
         _write_array(server, name, tensor.numpy(force=True)).attrs["derived"] = 1
     between()
     _write_rows(file.create_group("clients"), snapshot.clients, between)
-    for name, models in (("personalised", snapshot.personalised), ("unseen", snapshot.unseen)):
-        if models is not None:
-            _write_rows(file.create_group(name), models(), between)
+    for name, models in snapshot.models.items():
+        _write_rows(file.create_group(name), models(), between)
     _write_arrays(file.create_group("history"), snapshot.history())
     ledger = snapshot.ledger()
     _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -71,10 +71,10 @@ class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 
     `derived` is written beside the server's state for readers of the file and is not loaded again.
-    `personalised` and `unseen` (the adapted models of clients that take no part in training, in the order of
-    their ids) are None in all checkpoints but the last, and `unseen` where there are no such clients. The
-    writer calls `personalised` after it has written all blocks of `clients`, `unseen` after those of
-    `personalised`, then `history` and `ledger`.
+    `models` are the evaluated models by group: "personalised" and, where there are clients that take no part
+    in training, "unseen", whose models are adapted and in the order of their ids; only the last checkpoint
+    has them. The writer calls each of them after it has written all blocks of `clients` and of those before
+    it, then `history` and `ledger`.
     """
 
     method: str
@@ -90,5 +90,4 @@ class Snapshot:
     clients: Rows
     history: Callable[[], Mapping[str, np.ndarray]]
     ledger: Callable[[], Mapping[str, LedgerTable]]
-    personalised: Callable[[], Rows] | None = None
-    unseen: Callable[[], Rows] | None = None
+    models: Mapping[str, Callable[[], Rows]] = field(default_factory=dict)

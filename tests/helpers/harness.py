@@ -93,7 +93,7 @@ class Run:
         federation = self.simulation._federation
         models = [
             self.driver.new_client_model(clients, down)
-            for cohort in federation.unseen(self.config.train.rounds)
+            for cohort in federation.cohorts(self.config.train.rounds, federation.unseen)
             for clients, down in federation.downloads(self.server, cohort)
         ]
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}

@@ -234,7 +234,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     known = server["is_known"] == 1
     assert 0 < known.sum() < N
     torch.testing.assert_close(run.method.mean_of_models(server), server["models"][known].mean(dim=0))
-    (cohort,) = run.simulation._federation.unseen(ROUNDS)
+    (cohort,) = run.simulation._federation.cohorts(ROUNDS, run.simulation._federation.unseen)
     message = run.method.new_client_download(server, cohort)
     if isinstance(run.method, FedFomo):
         sent = message.per_client["models"][0]

@@ -180,7 +180,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
             clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
             history=lambda: history,
             ledger=lambda: {"metrics": metrics, "bytes": nothing},
-            personalised=lambda: rows_of(personalised, range(NUM_CLIENTS)),
+            models={"personalised": lambda: rows_of(personalised, range(NUM_CLIENTS))},
         )
     )
 
@@ -213,7 +213,9 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
 def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: CheckpointStore) -> None:
     snapshot = snapshot_of(3)
     shared = rows_of({"theta": torch.ones(1, 50)}, [0])
-    store.save(replace(snapshot, derived={"alpha": torch.ones(7, 2, 7)}, personalised=lambda: shared))
+    store.save(
+        replace(snapshot, derived={"alpha": torch.ones(7, 2, 7)}, models={"personalised": lambda: shared})
+    )
     with h5py.File(tmp_path / "checkpoint.h5") as file:
         assert dict(file.attrs) == {
             "schema": SCHEMA,
@@ -278,10 +280,16 @@ def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: Che
         replace(
             snapshot_of(1),
             clients=replace(rows, blocks=blocks),
-            personalised=lambda: replace(
-                rows_of(personalised),
-                blocks=[*blocks_of(own, [4, 5, 6]), *blocks_of(shared, [0]), *blocks_of(own, [0, 1, 2, 3])],
-            ),
+            models={
+                "personalised": lambda: replace(
+                    rows_of(personalised),
+                    blocks=[
+                        *blocks_of(own, [4, 5, 6]),
+                        *blocks_of(shared, [0]),
+                        *blocks_of(own, [0, 1, 2, 3]),
+                    ],
+                )
+            },
         )
     )
     loaded = load(tmp_path).client_rows(0, 7)
