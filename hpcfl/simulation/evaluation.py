@@ -44,9 +44,8 @@ class Evaluator:
 
     def _everyone(self, done: int) -> Iterator[Cohort]:
         federation = self._federation
-        return chain(
-            federation.cohorts(done, federation.in_training), federation.cohorts(done, federation.unseen)
-        )
+        parts = federation.in_training, federation.unseen
+        return chain.from_iterable(federation.cohorts(done, clients) for clients in parts)
 
     def models(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
         """Yield the evaluated models of this rank's members of a cohort, group by group.
