@@ -121,13 +121,11 @@ def _check_own_files(files: Mapping[str, str], world: Communicator) -> None:
 
     `files` holds the digest of each by the `key=path` that names it.
     """
-    found = world.gather_bytes(" ".join(files.values()).encode())
-
-    def check() -> None:
-        if found is not None and len(set(found)) > 1:
-            raise UserError(
-                f"{' or '.join(files)} is not the same file on all ranks; copy it to every "
-                "node, or put it on a file system that all share"
-            )
-
-    run_collectively(world, check)
+    found = world.all_gather(list(files.values()))
+    if any(digests != found[0] for digests in found):
+        error = UserError(
+            f"{' or '.join(files)} is not the same file on all ranks; copy it to every "
+            "node, or put it on a file system that all share"
+        )
+        error.is_on_all_ranks = True
+        raise error

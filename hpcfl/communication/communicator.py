@@ -5,6 +5,7 @@ The only module that imports mpi4py, and only where a launcher has started more 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -124,8 +125,8 @@ class Communicator:
         if self._comm is None or timeout_s is None:
             yield
             return
-        hosts = self.broadcast_bytes(b"\n".join(self.gather_bytes(self.host.encode()) or []))
-        self._heartbeat = heartbeat = Heartbeat(self._comm, hosts.decode().split("\n"), timeout_s)
+        hosts = self.all_gather(self.host)
+        self._heartbeat = heartbeat = Heartbeat(self._comm, hosts, timeout_s)
         try:
             yield
         except UserError:
@@ -285,6 +286,13 @@ class Communicator:
         if whole is None:
             return None
         return [entry.tobytes() for entry in np.split(whole, np.cumsum(lengths)[:-1])]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, which JSON can hold, in rank order on every rank. Collective."""
+        found = self.gather_bytes(json.dumps(value).encode())
+        whole = None if found is None else b"[%b]" % b",".join(found)
+        values: list[Any] = json.loads(self.broadcast_bytes(whole))
+        return values
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Start to send a contiguous CPU tensor to another rank, which must receive it.
@@ -525,24 +533,22 @@ def run_collectively(world: Communicator, step: Callable[[], T]) -> T:
         own = error
     if not world.maximum(own is not None):
         return result
-    errors = world.gather_bytes(f"{world.host}\n{own or ''}".encode())
-    text = world.broadcast_bytes(None if errors is None else _first_error(errors)).decode()
+    text = _first_error(world.all_gather([world.host, str(own or "")]))
     shared = (UserError if own is None else type(own))(text)
     shared.is_on_all_ranks = True
     raise shared
 
 
-def _first_error(errors: Sequence[bytes]) -> bytes:
-    """Return the first error of entries `host, newline, error` by rank.
+def _first_error(errors: Sequence[tuple[str, str]]) -> str:
+    """Return the first error, given host and error, or no text, by rank.
 
     It begins with rank and host if there are several hosts and some ranks have no error, unless it names a
     rank itself.
     """
-    entries = [entry.decode().partition("\n") for entry in errors]
-    rank, host, error = next((rank, host, error) for rank, (host, _, error) in enumerate(entries) if error)
-    is_local = len({host for host, _, _ in entries}) > 1 and not all(error for _, _, error in entries)
+    rank, host, error = next((rank, host, error) for rank, (host, error) in enumerate(errors) if error)
+    is_local = len({host for host, _ in errors}) > 1 and not all(error for _, error in errors)
     is_placed = re.search(r"\brank \d+ on ", error) is not None
-    return (f"rank {rank} on {host}: {error}" if is_local and not is_placed else error).encode()
+    return f"rank {rank} on {host}: {error}" if is_local and not is_placed else error
 
 
 def _flat_array(tensor: torch.Tensor) -> np.ndarray:

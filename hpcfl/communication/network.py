@@ -75,8 +75,7 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
 def measured(world: Communicator) -> Network:
     """Measure the network between rank 0 and the workers; only rank 0's result is valid. Collective."""
     # host names may be equal
-    gathered = world.gather_bytes(str(min(world.ranks_of_node())).encode())
-    nodes = world.broadcast_bytes(b"\n".join(gathered or [])).split(b"\n")
+    nodes = world.all_gather(min(world.ranks_of_node()))
     per_node = max(Counter(nodes).values())
     if world.size == 1:
         return Network(per_node)

@@ -3,7 +3,6 @@ back."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -232,10 +231,9 @@ class Saver:
         """
         federation = self._federation
         alone = cohort.select([0])
-        names = json.dumps([name for model in models for name in model.shared]).encode()
-        found = federation.world.gather_bytes(names if models else b"")
-        encoded = next((text for text in found if text), b"[]") if found is not None else None
-        shared: list[str] = json.loads(federation.world.broadcast_bytes(encoded))
+        names = federation.world.all_gather([name for model in models for name in model.shared])
+        # ranks without models name none
+        shared: list[str] = next(filter(None, names), [])
         whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own(alone))]]
         return shared, federation.channel.up(stack(whole), alone).collect()
 

@@ -5,7 +5,6 @@ Shapes: C clients of a group, N clients of a run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -167,11 +166,7 @@ def on_all_ranks(world: Communicator, here: Mapping[int, str]) -> dict[int, str]
     """Return texts about clients of all ranks, in ascending order, given those of this one. Collective."""
     if not world.maximum(len(here)):
         return {}
-    found = world.gather_bytes(json.dumps(list(here.items())).encode())
-    everywhere = None
-    if found is not None:
-        everywhere = json.dumps(sorted(entry for text in found for entry in json.loads(text))).encode()
-    return dict(json.loads(world.broadcast_bytes(everywhere)))
+    return dict(sorted(entry for part in world.all_gather(list(here.items())) for entry in part))
 
 
 def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:

@@ -191,6 +191,7 @@ def test_bytes(max_elements: int) -> None:
     entries = world.gather_bytes(bytes([world.rank]) * 5 * world.rank)
     expected = [bytes([rank]) * 5 * rank for rank in range(world.size)]
     assert entries == (expected if world.is_server else None)
+    assert world.all_gather([world.rank, "a"]) == [[rank, "a"] for rank in range(world.size)]
 
 
 @pytest.mark.mpi
