@@ -25,11 +25,10 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import PrivacyConfig
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import torch_stream
 
-NEEDS_EXTRA = 'privacy.unit needs the package dp-accounting; type: pip install -e ".[privacy]"'
 
 ORDERS = range(2, 257)
 """Renyi orders that are tried; whole ones, for which the divergence is a finite sum."""
@@ -148,5 +147,8 @@ def accounting_library() -> tuple[Any, Any]:
         import dp_accounting
         from dp_accounting import rdp
     except ImportError as error:
-        raise UserError(NEEDS_EXTRA) from error
+        raise UserError(
+            f"privacy.unit needs the package dp-accounting ({one_line(error)}); install it with: "
+            'pip install -e ".[privacy]"'
+        ) from error
     return dp_accounting, rdp

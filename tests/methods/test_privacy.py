@@ -282,5 +282,5 @@ def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None
 @pytest.mark.quick
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(UserError, match=r'type: pip install -e "\.\[privacy\]"'):
+    with pytest.raises(UserError, match=r'install it with: pip install -e "\.\[privacy\]"'):
         Run(*SMALL, *PLAIN, *OF_CLIENTS, "method.name=fedavg")
