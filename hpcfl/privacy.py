@@ -29,7 +29,6 @@ from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import torch_stream
 
-
 ORDERS = range(2, 257)
 """Renyi orders that are tried; whole ones, for which the divergence is a finite sum."""
 
