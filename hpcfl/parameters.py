@@ -117,6 +117,12 @@ class ParameterLayout:
         slots = self.parameters if whole else [s for s in self.parameters if start <= s.start < stop]
         return _views(slots, theta)
 
+    def with_head(self, theta: Tensor, head: Tensor) -> Tensor:
+        """Return copies of models [..., P] under other heads [..., numbers of the head]."""
+        theta = theta.clone(memory_format=torch.contiguous_format)
+        theta[..., self.head] = head
+        return theta
+
     def buffer_views(self, buffers: Tensor) -> dict[str, Tensor]:
         """Split running statistics [U] into named tensors that share its memory."""
         return _views(self.buffers, buffers)

@@ -73,18 +73,6 @@ class Settings(BaseModel):
 class Params(Settings):
     """A method's hyper-parameters: the keys under `method.*` beside the name."""
 
-    def in_use(self) -> dict[str, Any]:
-        """Return the keys that affect a run, with the values that the run uses.
-
-        Two runs that agree on these keys are the same run as far as the method is concerned. The result
-        leaves out `idle_keys` and fills in the defaults that depend on other keys.
-        """
-        return self.model_dump(mode="json", exclude=self.idle_keys())
-
-    def idle_keys(self) -> set[str]:
-        """Return the keys that have no effect, given the values of the other keys."""
-        return set()
-
 
 class PartitionOptions(Settings):
     """Options of a partition: the keys under `data.partition.*` beside the name."""

@@ -78,10 +78,6 @@ class FedAFKParams(Params):
     head_epochs: int = Field(1, ge=0)
     """Epochs of the head (paper: 1)."""
 
-    def idle_keys(self) -> set[str]:
-        idle = set() if self.mixing else {"coefficient", "coefficient_lr", "coefficient_pull"}
-        return idle | (set() if self.transfer else {"temperature"})
-
 
 class FedAFK(Method):
     name = "fedafk"
@@ -121,8 +117,7 @@ class FedAFK(Method):
         return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        arrived = down["theta"].clone(memory_format=torch.contiguous_format)
-        arrived[:, self.layout.head] = self._fixed_head.to(arrived)
+        arrived = self.layout.with_head(down["theta"], self._fixed_head.to(down["theta"]))
         shared = clients.descent(arrived, trained=self.layout.body)
         local = clients.descent(clients["theta"], trained=self.layout.body)
         coefficient = clients["coefficient"].clone()
@@ -173,9 +168,8 @@ class FedAFK(Method):
         return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        arrived = clients["theta"].clone()
-        arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
-        return Message(per_client={"theta": arrived})
+        head = clients["theta"][:, self.layout.head]
+        return Message(per_client={"theta": self.layout.with_head(down["theta"], head)})
 
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""

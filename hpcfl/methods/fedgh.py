@@ -59,7 +59,7 @@ class FedGH(OwnModel):
         return Message(shared={"head": server["head"]})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        theta = clients.sgd(self._with_head(clients, down)).theta
+        theta = clients.sgd(self.layout.with_head(clients["theta"], down["head"])).theta
         clients["theta"] = theta
         found = prototypes(clients, theta, self.context.num_classes)
         return Message(per_client={"prototypes": found.means, "is_known": (found.counts > 0).to(torch.uint8)})
@@ -72,7 +72,7 @@ class FedGH(OwnModel):
         )
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": self._with_head(clients, down)})
+        return Message(per_client={"theta": self.layout.with_head(clients["theta"], down["head"])})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": clients["theta"]})
@@ -96,9 +96,3 @@ class FedGH(OwnModel):
             batch_size=self.context.train.batch_size,
             stream=torch_stream(self.context.seed, "fedgh", round),
         )["head"]
-
-    def _with_head(self, clients: ClientGroup, down: Message) -> Tensor:
-        """Return models [C, P]: each client's own body under the server's head."""
-        theta = clients["theta"].clone()
-        theta[:, self.layout.head] = down["head"]
-        return theta

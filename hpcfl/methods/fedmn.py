@@ -68,7 +68,7 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, Strict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hpcfl.communication.aggregation import layer_means
@@ -330,10 +330,11 @@ class FedMN(TwoPhaseMethod):
 
         return clients.outputs(model, position, probabilities, x)
 
-    def as_module(self, model: Tensors) -> Routed:
+    def as_module(self, model: Tensors) -> nn.Module:
         network = super().as_module(model)
         assert isinstance(network, ModularNetwork)
-        return Routed(network, model["decision"])
+        # a model of the pretraining has no decision, and is the classifier
+        return Routed(network, model["decision"]) if "decision" in model else network
 
     # rounds of pretraining
 

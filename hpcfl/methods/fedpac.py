@@ -77,10 +77,9 @@ class FedPAC(FedAvg):
     def __init__(self, context: Context, params: FedPACParams) -> None:
         super().__init__(context, params)
         self._num_features = num_features(self)
-        self._first_head = context.initial_parameters()[self.layout.head]
 
     def server_state(self) -> State:
-        heads = {"heads": self._first_head.repeat(self.context.num_clients, 1)}
+        heads = {"heads": self._first_head().repeat(self.context.num_clients, 1)}
         known = server_prototypes(self.context.num_classes, self._num_features)
         return super().server_state() | heads | known
 
@@ -98,7 +97,7 @@ class FedPAC(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         body, head, classes = self.layout.body, self.layout.head, self.context.num_classes
-        theta = self._with_head(down, down["head"])
+        theta = self.layout.with_head(down["theta"], down["head"])
         weighted_means, variance = head_statistics(clients, theta, classes)
         theta = clients.sgd(
             theta,
@@ -131,19 +130,16 @@ class FedPAC(FedAvg):
         server["heads"][list(cohort.clients)] = alpha @ rows["head"]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": self._with_head(down, down["head"])})
+        return Message(per_client={"theta": self.layout.with_head(down["theta"], down["head"])})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        theta = self._with_head(down, self._first_head.to(clients.device))
+        theta = self.layout.with_head(down["theta"], self._first_head().to(clients.device))
         with self.keeping_averaged_buffers(clients):
             trained = clients.sgd(theta, trained=self.layout.head, purpose="finetune")
         return Message(per_client={"theta": trained.theta})
 
-    def _with_head(self, down: Message, head: Tensor) -> Tensor:
-        """Return models [C, P]: the downloaded body under a head [C, numbers of the head]."""
-        theta = down["theta"].clone(memory_format=torch.contiguous_format)
-        theta[:, self.layout.head] = head
-        return theta
+    def _first_head(self) -> Tensor:
+        return self.context.initial_parameters()[self.layout.head]
 
 
 def head_statistics(clients: ClientGroup, theta: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -50,9 +50,6 @@ class FedPHPParams(Params):
     temperature: float = Field(4.0, gt=0)
     """Temperature of the softmax in `distillation`."""
 
-    def idle_keys(self) -> set[str]:
-        return {"temperature"} if self.regulariser == "mmd" else set()
-
 
 class FedPHP(OwnBesideGlobal):
     name = "fedphp"

@@ -106,7 +106,5 @@ class FedProto(OwnModel):
         means, is_known = down["prototypes"], down["is_known"] == 1
         bias = torch.where(is_known, -means.square().sum(dim=2), NEVER)
         head = torch.cat([2 * means.flatten(1), bias], dim=1)
-        theta = theta.clone()
-        some = is_known.any(dim=1, keepdim=True)
-        theta[:, self.layout.head] = torch.where(some, head, theta[:, self.layout.head])
-        return Message(per_client={"theta": theta})
+        head = torch.where(is_known.any(dim=1, keepdim=True), head, theta[:, self.layout.head])
+        return Message(per_client={"theta": self.layout.with_head(theta, head)})

@@ -107,14 +107,6 @@ class PFedLAParams(Params):
     """Where the clients' models are: all on rank 0, or each on the worker of its client, which then does its
     part of mixtures and products. Sums are over blocks of clients then: the last bits are not `whole`'s."""
 
-    def idle_keys(self) -> set[str]:
-        return {"rank"} if self.heads == "full" else set()
-
-    def in_use(self) -> dict[str, Any]:
-        lr = STEP_SIZES[self.optimiser] if self.hypernetwork_lr is None else self.hypernetwork_lr
-        head_init = self.head_init or ("zero" if self.weights == "softmax" else "uniform")
-        return super().in_use() | {"hypernetwork_lr": lr, "head_init": head_init}
-
 
 class PFedLA(Method):
     name = "pfedla"
@@ -163,7 +155,8 @@ class PFedLA(Method):
             params.hidden_layers,
             params.rank if params.heads == "low_rank" else None,
         )
-        self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
+        given = params.hypernetwork_lr
+        self.hypernetwork_lr = STEP_SIZES[params.optimiser] if given is None else given
         self.learner = HypernetworkState(self.hypernetworks, params.optimiser, self.hypernetwork_lr)
 
     def make_layers(self) -> tuple[Layer, ...]:
@@ -175,7 +168,8 @@ class PFedLA(Method):
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
-        return state | self.learner.initial(self.context.seed, self.params.in_use()["head_init"])
+        head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
+        return state | self.learner.initial(self.context.seed, head_init)
 
     def client_state(self, clients: Sequence[int]) -> State:
         return {"theta": self._initial_models(clients)} if self.sharded_state else {}

@@ -79,17 +79,6 @@ class PFedMBParams(Params):
     finetune: Literal["routine", "weights"] = "routine"
     """What fine-tuning before an evaluation does: alpha, then weights; or weights only."""
 
-    @property
-    def alpha_moves(self) -> bool:
-        """Whether there is an alpha to train."""
-        return self.branches > 1 and self.alpha_lr > 0
-
-    def idle_keys(self) -> set[str]:
-        if self.branches > 1:
-            return set()
-        # even with one branch, a shared alpha changes the bytes of the upload
-        return set(type(self).model_fields) - {"branches", "shared_alpha"}
-
 
 class PFedMB(Method):
     name = "pfedmb"
@@ -236,7 +225,7 @@ class PFedMB(Method):
     ) -> tuple[Tensor, Tensor]:
         """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
         kept = clients[self.kept]
-        if trains_alpha and self.params.alpha_moves:
+        if trains_alpha and self.params.branches > 1 and self.params.alpha_lr > 0:
             with clients.discarding_buffer_updates():
                 kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)

@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from bits import run_here
+from bits import raw_tests, run_here
 from by_hand import paths_by_hand
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.registries import load_config
+from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import build
 from hpcfl.training.client_group import ClientGroup
 
@@ -574,6 +575,20 @@ def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) ->
             of_classifier = cross_entropy(networks[0](x), y).item()
             of_blocks = cross_entropy(networks[1](x, decisions[client]), y).item()
         assert losses[:, client] == pytest.approx([of_classifier, of_blocks], rel=1e-5)
+
+
+def test_a_run_that_ends_in_the_pretraining_has_the_classifier_as_its_network(tmp_path: Path) -> None:
+    keys = (*NARROW, "method.pretrain_rounds=8", "train.rounds=9", "run.eval_every=1", "train.lr=1e-6")
+    words = [*SMALL, *keys, "train.patience=1", "data.val_fraction=0.2"]
+    assert run_here(tmp_path / "run", words) == FINISHED
+    run = load_run(tmp_path / "run")
+    assert run.done < 8
+    x, _ = raw_tests(run)[0]
+    data = run.models.data
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
+    with torch.no_grad():
+        logits = run.network(0)((torch.from_numpy(x) / data.scale - mean) / std)
+    torch.testing.assert_close(logits.softmax(dim=1), torch.from_numpy(run.predict(0, x)))
 
 
 def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:
