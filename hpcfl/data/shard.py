@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,11 +14,11 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shift import Shift
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
-from hpcfl.samples import SampleType
 
 SPLITS = ("train", "val", "test")
 
 
+@dataclass(eq=False)
 class Shard:
     """The normalised samples of some clients, on one device.
 
@@ -29,19 +30,11 @@ class Shard:
             samples start in x and y, and how many they are.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[int],
-        x: torch.Tensor,
-        y: torch.Tensor,
-        offset: Mapping[str, torch.Tensor],
-        count: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.clients = clients
-        self.x = x
-        self.y = y
-        self.offset = offset
-        self.count = count
+    clients: Sequence[int]
+    x: torch.Tensor
+    y: torch.Tensor
+    offset: Mapping[str, torch.Tensor]
+    count: Mapping[str, torch.Tensor]
 
     @classmethod
     def build(
@@ -68,7 +61,9 @@ class Shard:
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
         # Normalised on the CPU, so that every device trains on the same bits.
         sample = arrays.sample
-        x = _scaled(arrays.x[indices], sample, arrays.scale)
+        x = torch.from_numpy(arrays.x[indices])
+        if sample.kind != "tokens":
+            x = _channels_last(x.to(torch.float32)).div_(arrays.scale)
         if shift is not None:
             for part, client, samples in zip(
                 x.split([len(piece) for piece in pieces]), [*clients] * len(SPLITS), pieces, strict=True
@@ -188,13 +183,6 @@ def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channel
             "channel, such as [[0.5,0.5,0.5],[0.25,0.25,0.25]]"
         )
     return mean, std
-
-
-def _scaled(raw: np.ndarray, sample: SampleType, scale: float) -> torch.Tensor:
-    """Return raw / scale as float32 [n, ...], images channels last in memory; tokens stay."""
-    if sample.kind == "tokens":
-        return torch.from_numpy(raw)
-    return _channels_last(torch.from_numpy(raw).to(torch.float32)).div_(scale)
 
 
 def _channels_last(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method, State
 from hpcfl.parameters import Layer, Tensors
+from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -86,27 +87,25 @@ def average_prototypes(server: State, up: Upload, counts: Tensor) -> None:
 
 
 def trained_on_prototypes(
+    method: Method,
+    round: int,
     weights: Tensors,
     loss: Callable[[Tensors, Tensor, Tensor], Tensor],
     features: Tensor,
     y: Tensor,
-    *,
-    lr: float,
-    epochs: int,
-    batch_size: int,
-    stream: torch.Generator,
 ) -> Tensors:
     """Return weights by name after plain SGD on clients' prototypes, on the server.
 
     The prototypes are features [n, F] of classes y [n], in mini-batches in random order; the loss is a
-    function of weights, features and classes.
+    function of weights, features and classes. The method has `server_epochs` and `server_lr`.
     """
-    for _ in range(epochs):
-        for part in torch.randperm(len(y), generator=stream).split(batch_size):
+    params, stream = method.params, torch_stream(method.context.seed, method.name, round)
+    for _ in range(params.server_epochs):
+        for part in torch.randperm(len(y), generator=stream).split(method.context.train.batch_size):
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
             slopes = torch.autograd.grad(loss(leaves, features[part], y[part]), list(leaves.values()))
             weights = {
-                name: tensor - lr * slope
+                name: tensor - params.server_lr * slope
                 for (name, tensor), slope in zip(weights.items(), slopes, strict=True)
             }
     return weights

@@ -277,6 +277,16 @@ class Method:
                 "model.name=lenet"
             )
 
+    def check_num_layers(self, key: str) -> None:
+        """Raise UserError if `method.<key>` is more than the model has layers."""
+        value, most = getattr(self.params, key), len(self.layers)
+        if value > most:
+            names = ", ".join(layer.name for layer in self.layers)
+            raise UserError(
+                f"method.{key}={value} is more than the model's {most} layers ({names}); "
+                f"allowed: up to {most}"
+            )
+
     def _check_private(self, unit: PrivacyUnit | None) -> None:
         """Raise UserError if `privacy.unit` would promise what does not hold."""
         if unit is None:

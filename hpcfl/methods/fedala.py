@@ -28,7 +28,6 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.messages import Message
-from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
@@ -67,11 +66,7 @@ class FedALA(FedAvg):
 
     def __init__(self, context: Context, params: FedALAParams) -> None:
         super().__init__(context, params)
-        if params.adaptive_layers > len(self.layers):
-            raise UserError(
-                f"method.adaptive_layers={params.adaptive_layers} is more than the model has; "
-                f"allowed: 1 to {len(self.layers)}"
-            )
+        self.check_num_layers("adaptive_layers")
         self._top = slice(self.layers[-params.adaptive_layers].start, self.layout.size)
 
     def client_state(self, clients: Sequence[int]) -> State:

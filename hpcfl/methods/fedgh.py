@@ -32,7 +32,6 @@ from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods._prototypes import prototypes, trained_on_prototypes
 from hpcfl.methods.base import Params, State
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -67,18 +66,6 @@ class FedGH(OwnModel):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect("prototypes", "is_known")
         held = rows["is_known"] == 1  # [S, K]
-        server["head"] = self.trained_head(
-            server["head"], rows["prototypes"][held], held.nonzero()[:, 1], cohort.round
-        )
-
-    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": self.layout.with_head(clients["theta"], down["head"])})
-
-    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(per_client={"theta": clients["theta"]})
-
-    def trained_head(self, head: Tensor, features: Tensor, y: Tensor, round: int) -> Tensor:
-        """Return a head [numbers of the head] after the server's epochs on features [n, F], classes y [n]."""
         module = self.network.get_submodule("head")
 
         def loss(weights: Tensors, features: Tensor, y: Tensor) -> Tensor:
@@ -86,13 +73,11 @@ class FedGH(OwnModel):
             named = {name.removeprefix("head."): tensor for name, tensor in views.items()}
             return cross_entropy(functional_call(module, named, features), y)
 
-        return trained_on_prototypes(
-            {"head": head},
-            loss,
-            features,
-            y,
-            lr=self.params.server_lr,
-            epochs=self.params.server_epochs,
-            batch_size=self.context.train.batch_size,
-            stream=torch_stream(self.context.seed, "fedgh", round),
-        )["head"]
+        found, y = rows["prototypes"][held], held.nonzero()[:, 1]
+        server |= trained_on_prototypes(self, cohort.round, {"head": server["head"]}, loss, found, y)
+
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": self.layout.with_head(clients["theta"], down["head"])})
+
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        return Message(per_client={"theta": clients["theta"]})

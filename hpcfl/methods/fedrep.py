@@ -16,7 +16,6 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
@@ -42,28 +41,23 @@ class FedRep(FedPer):
 
     def __init__(self, context: Context, params: FedRepParams) -> None:
         super().__init__(context, params)
-        if params.body_epochs is None and context.clients.local_epochs is not None:
+        self._body_epochs = params.body_epochs
+        if params.body_epochs is not None:
+            return
+        if context.clients.local_epochs is not None:
             raise UserError(
                 "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of "
                 "each client; set method.body_epochs=1, or clients.local_epochs=null"
             )
-        if (rest := _body_epochs(params, context.train)) < 1 and params.body_epochs is None:
+        epochs = context.train.local_epochs
+        self._body_epochs = epochs - (epochs if params.head_epochs is None else params.head_epochs)
+        if self._body_epochs < 1:
             raise UserError(
-                f"method.body_epochs=null: train.local_epochs={context.train.local_epochs} leaves the body "
-                f"{rest} epochs; raise train.local_epochs or set method.head_epochs=1"
+                f"method.body_epochs=null: train.local_epochs={epochs} leaves the body {self._body_epochs} "
+                "epochs; raise train.local_epochs or set method.head_epochs=1"
             )
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         body, head = self.layout.body, self.layout.head
         theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
-        return clients.sgd(theta, epochs=_body_epochs(self.params, self.context.train), trained=body).theta
-
-
-def _head_epochs(params: FedRepParams, train: TrainConfig) -> int:
-    return train.local_epochs if params.head_epochs is None else params.head_epochs
-
-
-def _body_epochs(params: FedRepParams, train: TrainConfig) -> int:
-    return (
-        train.local_epochs - _head_epochs(params, train) if params.body_epochs is None else params.body_epochs
-    )
+        return clients.sgd(theta, epochs=self._body_epochs, trained=body).theta

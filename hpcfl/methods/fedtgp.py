@@ -88,16 +88,12 @@ class FedTGP(FedProto):
         held = rows["held"] == 1  # [S, K]
         found, y = rows["prototypes"][held], held.nonzero()[:, 1]
         margin = margin_of(found, y).clamp(max=self.params.margin)
-        generator = trained_on_prototypes(
-            {name: tensor for name, tensor in server.items() if name.startswith(GENERATOR)},
-            lambda weights, part, y: contrastive_loss(part, y, generated(weights), margin),
-            found,
-            y,
-            lr=self.params.server_lr,
-            epochs=self.params.server_epochs,
-            batch_size=self.context.train.batch_size,
-            stream=torch_stream(self.context.seed, "fedtgp", cohort.round),
-        )
+        weights = {name: tensor for name, tensor in server.items() if name.startswith(GENERATOR)}
+
+        def loss(weights: Tensors, part: Tensor, y: Tensor) -> Tensor:
+            return contrastive_loss(part, y, generated(weights), margin)
+
+        generator = trained_on_prototypes(self, cohort.round, weights, loss, found, y)
         server |= generator
         server["prototypes"] = generated(generator)
         server["is_known"] = server["is_known"] | rows["held"].amax(dim=0)

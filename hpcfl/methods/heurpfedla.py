@@ -28,7 +28,6 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
@@ -63,12 +62,7 @@ class HeurpFedLA(PFedLA):
 
     def __init__(self, context: Context, params: HeurpFedLAParams) -> None:
         super().__init__(context, params)
-        if params.k > len(self.layers):
-            names = ", ".join(layer.name for layer in self.layers)
-            raise UserError(
-                f"method.k={params.k} is more than the model's {len(self.layers)} layers ({names}); "
-                f"allowed: 0 to {len(self.layers)}"
-            )
+        self.check_num_layers("k")
 
     def client_state(self, clients: Sequence[int]) -> State:
         state = super().client_state(clients)

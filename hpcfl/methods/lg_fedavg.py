@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.errors import UserError
 from hpcfl.methods._own_layers import OwnLayers
 from hpcfl.methods.base import Context, Params
 
@@ -41,13 +40,8 @@ class LGFedAvg(OwnLayers):
     params: LGFedAvgParams
 
     def __init__(self, context: Context, params: LGFedAvgParams) -> None:
-        num_layers = len(context.layout.layers())
-        if params.global_layers > num_layers:
-            raise UserError(
-                f"method.global_layers={params.global_layers} is more than the model's {num_layers} layers; "
-                f"allowed: 1 to {num_layers}"
-            )
         super().__init__(context, params)
+        self.check_num_layers("global_layers")
 
     def shared_layers(self) -> Tensor:
         number = torch.arange(len(self.layers))

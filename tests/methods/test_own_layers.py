@@ -217,7 +217,8 @@ def test_lg_fedavg_with_more_layers_than_there_are_is_refused(
     assert main(words) == BAD_INPUT
     assert capsys.readouterr() == (
         "",
-        "hpcfl: error: method.global_layers=5 is more than the model's 4 layers; allowed: 1 to 4\n",
+        "hpcfl: error: method.global_layers=5 is more than the model's 4 layers (conv1, conv2, fc1, fc2); "
+        "allowed: up to 4\n",
     )
 
 

@@ -511,7 +511,7 @@ def test_k_all_layers_is_local_training_to_the_bit_and_downloads_nothing(partici
 
 
 def test_more_layers_than_there_are_cannot_be_retained() -> None:
-    with pytest.raises(UserError, match=r"method\.k=5 is more than the model's 4 layers .*allowed: 0 to 4"):
+    with pytest.raises(UserError, match=r"method\.k=5 is more than the model's 4 layers .*allowed: up to 4"):
         Run("method.name=heurpfedla", "method.k=5")
 
 
