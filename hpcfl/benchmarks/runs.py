@@ -27,7 +27,6 @@ from hpcfl.registries import merge, resolve
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.recording import Timing
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 
@@ -46,12 +45,11 @@ METHODS_BESIDE_FEDAVG = 3
 def start(world: Communicator) -> Iterator[Ratio]:
     """Time the way from a rank's start as a process to its first round on the bundled digits.
 
-    Means something as the first part only. Yields nothing where the system does not tell a process's age.
+    Means something as the first part only.
     """
     run_collectively(world, lambda: build(resolve({}), world))
     slowest_s = world.maximum(round(1000 * _age_s())) / 1000
-    if slowest_s:
-        yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
+    yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
 
 
 def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
@@ -134,10 +132,7 @@ def run(world: Communicator, config: Config) -> Timing:
         folder = run_collectively(
             world, lambda: _run_folder(config, layout, at_exit) if world.is_server else None
         )
-        stop = StopFlag()
-        # a signal ends it at once, as any command
-        stop.restore()
-        simulation = Simulation(experiment, world, stop, Progress(), folder)
+        simulation = Simulation(experiment, world, None, Progress(), folder)
         simulation.run()
         return simulation.timing
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpcfl import __version__
-from hpcfl.checks.findings import Findings, gather_facts, ranges
-from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.checks.findings import Findings, ranges
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
 
@@ -24,17 +24,13 @@ CLOCKS_APART_S = 60.0
 
 def check_unlike_nodes(world: Communicator) -> None:
     """Raise UserError where ranks have other versions; warn of clocks and of host names. Collective."""
-    ranks = gather_facts(world, node_facts(world, NUMERIC_PACKAGES))
-
-    def check() -> None:
-        found = Findings()
-        compare_nodes(ranks, found)
-        if found.errors:
-            raise UserError(found.errors[0])
-        for text in found.warnings:
-            warnings.warn(text, stacklevel=1)
-
-    run_collectively(world, check)
+    found = Findings()
+    compare_nodes(world.all_gather(node_facts(world, NUMERIC_PACKAGES)), found)
+    if found.errors:
+        raise UserError(found.errors[0])
+    # a run shows those of the server only
+    for text in found.warnings:
+        warnings.warn(text, stacklevel=1)
 
 
 def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:

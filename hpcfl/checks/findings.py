@@ -1,20 +1,16 @@
-"""What checks find, and how facts of all ranks come to rank 0."""
+"""What checks find."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-from hpcfl.communication.communicator import Communicator
 
 TO_FIX = "to fix"
 
 
 @dataclass
 class Findings:
-    """What is not as it should be, each with what to type next; complete on rank 0 only."""
+    """What is not as it should be, each with what to type next."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -27,11 +23,6 @@ class Findings:
             return "OK"
         listed = texts[0] if len(texts) == 1 else " ".join(f"({n}) {text}" for n, text in enumerate(texts, 1))
         return f"{TO_FIX if self.errors else 'OK with warnings'}: {listed}"
-
-
-def gather_facts(world: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the facts of each rank, in rank order, on rank 0; an empty list elsewhere. Collective."""
-    return [json.loads(entry) for entry in world.gather_bytes(json.dumps(facts).encode()) or []]
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from hpcfl.checks.alike import Facts, by_node, compare_nodes, node_facts, place
-from hpcfl.checks.findings import Findings, gather_facts, ranges
+from hpcfl.checks.findings import Findings, ranges
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import Config
 from hpcfl.formatting import aligned, clock, readable_bytes
@@ -30,7 +30,7 @@ def check_ranks(world: Communicator, config: Config, found: Findings) -> None:
     }
     facts = node_facts(world, PACKAGES)
     facts["versions"]["MPI"] = world.library() or "not used by one rank"
-    ranks = gather_facts(world, facts | own)
+    ranks = world.all_gather(facts | own)
     if not world.is_server:
         return
     print("versions:", ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items()))

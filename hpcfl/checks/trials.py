@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcfl.checks.alike import place
-from hpcfl.checks.findings import Findings, gather_facts
+from hpcfl.checks.findings import Findings
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import measured
 from hpcfl.config.keys import Config
@@ -75,7 +75,7 @@ def check_folder(world: Communicator, out: Path, found: Findings) -> None:
         is_locked = has_locks if world.is_server else lock.is_seen
         facts = {"rank": world.rank, "host": world.host, "sees": bool(lock.owner), "is_locked": is_locked}
         # rank 0 keeps the lock and the folder until all have looked
-        ranks = gather_facts(world, facts)
+        ranks = world.all_gather(facts)
     blind = [place(rank) for rank in ranks if not rank["sees"]]
     unlocked = [place(rank) for rank in ranks if not rank["is_locked"]]
     if blind:

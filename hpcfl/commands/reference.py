@@ -11,12 +11,12 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 
-from hpcfl.config.keys import COMMON, Settings, TrainConfig
+from hpcfl.config.keys import COMMON, Settings
 from hpcfl.config.messages import kind_in_words, shown, values_of
 from hpcfl.config.registry import DEFAULT_METHOD, DEFAULT_SOURCE
 from hpcfl.data.sources import SOURCES
@@ -131,10 +131,10 @@ def _of_methods(group: str, key: str) -> str:
 
 def _defaults_of(method: str) -> Iterator[Key]:
     """Yield the general keys that have another default with a method."""
-    for key in _keys_of(f"method.{method}", "train", TrainConfig):
-        name = key.name.removeprefix("train.")
-        if name in (other := METHODS[method].traits.train_defaults):
-            yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]))
+    for group, others in METHODS[method].traits.defaults.items():
+        for key in _keys_of(f"method.{method}", group, COMMON[group]):
+            if (name := key.name.partition(".")[2]) in others:
+                yield replace(key, default=shown(others[name]))
 
 
 @cache

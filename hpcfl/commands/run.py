@@ -45,7 +45,7 @@ def run(
 
     Args:
         config: the run's configuration.
-        options: folder, --fresh and --quiet; its file and overrides serve only for the suggested command.
+        options: folder, --fresh and --quiet.
         world: the ranks.
         stop: ends the run at a round boundary.
         command: what was typed.
@@ -69,8 +69,7 @@ def run(
         folder = RunFolder(path, config) if world.is_server else None
         run_collectively(world, lambda: folder.check(options.fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
-        here = f"{world.host} {experiment.worker_context.device} {experiment.engine_name}"
-        ranks = [entry.decode() for entry in world.gather_bytes(here.encode()) or []]
+        ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
         layout = experiment.method.layout
         run_collectively(
             world, lambda: folder.open(options.fresh, layout, ranks, at_exit, command) if folder else None
@@ -123,9 +122,7 @@ def _check_own_files(files: Mapping[str, str], world: Communicator) -> None:
     """
     found = world.all_gather(list(files.values()))
     if any(digests != found[0] for digests in found):
-        error = UserError(
+        raise UserError(
             f"{' or '.join(files)} is not the same file on all ranks; copy it to every "
             "node, or put it on a file system that all share"
         )
-        error.is_on_all_ranks = True
-        raise error

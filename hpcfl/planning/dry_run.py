@@ -28,7 +28,6 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
 from hpcfl.setup.experiment import Experiment, assemble, configure_process, describe, is_batched, method_of
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
@@ -167,10 +166,7 @@ def _prepared(
     experiment = assemble(config, world, device, method, data, arrays, cut, count)
     folder = RunFolder(path, config)
     folder.open(False, method.layout, [], at_exit)
-    stop = StopFlag()
-    # no signal handlers: a dry run ends at once, as any command does
-    stop.restore()
-    return _Rounds(experiment, world, stop, folder, members)
+    return _Rounds(experiment, world, folder, members)
 
 
 class _Round(NamedTuple):
@@ -193,11 +189,10 @@ class _Rounds(Simulation):
         self,
         experiment: Experiment,
         world: Communicator,
-        stop: StopFlag,
         folder: RunFolder,
         members: Sequence[int],
     ) -> None:
-        super().__init__(experiment, world, stop, Progress(), folder)
+        super().__init__(experiment, world, None, Progress(), folder)
         self._members, self._path = members, folder.path
         self._found = Evaluation.zeros(len(experiment.num_train))
         experiment.place_state()

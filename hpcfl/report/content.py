@@ -15,6 +15,7 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
+from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
@@ -357,9 +358,6 @@ def _differing(runs: Sequence[Run]) -> Json:
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     """Return notes about several runs."""
-    of_data = [key for key in _differing(runs)["keys"] if key.startswith("data.")]
-    if len({run.config.data_seed for run in runs}) > 1 and "data.seed" not in of_data:
-        of_data.append("run.seed")
-    if not of_data:
-        return []
-    return [f"Clients of these runs hold different samples: {', '.join(of_data)} differ."]
+    first, *others = (sample_keys(run.config) for run in runs)
+    differ = [key for key, value in first.items() if any(keys.get(key) != value for keys in others)]
+    return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."] if differ else []

@@ -41,7 +41,7 @@ class Simulation:
         self,
         experiment: Experiment,
         world: Communicator,
-        stop: StopFlag,
+        stop: StopFlag | None,
         progress: Progress,
         folder: RunFolder | None,
     ) -> None:
@@ -226,4 +226,4 @@ class Simulation:
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""
         needed_s = notice_s(self._longest_s, max(self.timing.save_s, default=0.0))
-        return self._stop.agreed(self._world, needed_s)
+        return self._stop is not None and self._stop.agreed(self._world, needed_s)

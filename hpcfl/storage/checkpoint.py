@@ -90,7 +90,7 @@ class CheckpointStore:
             self._newest_is_good = path == self._newest
             self.last_round = loaded.round
             for complaint in complaints:
-                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.round}", stacklevel=2)
+                warnings.warn(f"{complaint}; taking {path}, round {loaded.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 

@@ -211,11 +211,16 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     content = data_of(table / "report.html")
     assert [run["label"] for run in content["runs"]] == ["fedavg-s0", "fedavg-s1", "local-s0"]
     assert content["differing"]["keys"] == ["method.name", "run.seed"]
-    assert content["notes"] == ["Clients of these runs hold different samples: run.seed differ."]
+    assert content["notes"] == ["Clients of these runs hold different samples: data.seed differ."]
     both = tmp_path / "both.html"
     words = [str(table / "fedavg-s0"), str(table / "local-s0"), str(table / "fedavg-s0")]
     assert main(["report", *words, "--out", str(both)]) == FINISHED
     assert len(data_of(both)["runs"]) == 2
+    assert data_of(both)["notes"] == []
+    # other numbers of the same samples
+    make_run(tmp_path / "raw", rising(3, 4), ["method.name=local", "data.normalise=none"])
+    words = [str(table / "local-s0"), str(tmp_path / "raw")]
+    assert main(["report", *words, "--out", str(both)]) == FINISHED
     assert data_of(both)["notes"] == []
 
 

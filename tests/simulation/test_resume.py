@@ -222,7 +222,7 @@ def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
-@pytest.mark.filterwarnings("always:.*resuming from")
+@pytest.mark.filterwarnings("always:.*taking")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -234,6 +234,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous(
     assert run_here(stopped_run, [*settings, *short("pfedla")]) == FINISHED
     warning = capfd.readouterr().err
     assert warning.startswith(f"hpcfl: warning: {stopped_run / 'checkpoint.h5'} is ")
-    assert f"resuming from {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
+    assert f"taking {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
     assert warning.count("\n") == 1
     assert not differing(undisturbed("pfedla"), stopped_run)

@@ -557,7 +557,7 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     told = capfd.readouterr().err
     newest, previous = (copied / name for name in CHECKPOINTS)
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
-    assert f"; resuming from {previous}, round 1\n" in told
+    assert f"; taking {previous}, round 1\n" in told
     # what is cut off at the end of config.yaml are ranks
     is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew\n"
     assert (is_told in told) == (kept < 0.9)
@@ -612,7 +612,7 @@ def test_a_flipped_byte_in_any_group_falls_back(copied: Path) -> None:
         flipped = bytearray(content)
         flipped[min(place, len(content) - 1)] ^= 1
         newest.write_bytes(flipped)
-        with pytest.warns(UserWarning, match=rf"{newest} is damaged .*; resuming from .*, round 1") as told:
+        with pytest.warns(UserWarning, match=rf"{newest} is damaged .*; taking .*, round 1") as told:
             loaded = CheckpointStore(copied).load()
         assert loaded is not None, name
         assert len(told) == 1
