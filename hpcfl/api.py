@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
@@ -62,8 +61,7 @@ def run(
         stop = StopFlag()
         at_exit.callback(stop.restore)
         folder = Path("runs") / config.run_name() if out is None else Path(out)
-        options = RunOptions(None, (), folder, fresh, quiet)
-        run_in_folder(config, options, world, stop, "hpcfl.run(...)", is_cell=True)
+        run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet, is_cell=True)
         return load_run(folder) if world.is_server else None
 
 

@@ -19,11 +19,12 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
-from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+from hpcfl.commands.arguments import command_line, run_parser, split_settings
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config
@@ -80,15 +81,17 @@ def _run(arguments: Sequence[str], world: Communicator) -> int:
     stop = StopFlag()
     try:
         options, config = run_collectively(world, lambda: _configure(arguments))
-        outcome = run(config, options, world, stop, command_line(arguments, world.size))
+        folder = options.out or Path("runs") / config.run_name()
+        command = command_line(arguments, world.size)
+        outcome = run(config, folder, world, stop, command, fresh=options.fresh, quiet=options.quiet)
     finally:
         stop.restore()
     return STOPPED if outcome == "stopped" else FINISHED
 
 
-def _configure(arguments: Sequence[str]) -> tuple[RunOptions, Config]:
-    options = parse_run(arguments, __doc__)
-    return options, load_config(options.config, options.overrides)
+def _configure(arguments: Sequence[str]) -> tuple[Namespace, Config]:
+    options = run_parser(__doc__).parse_intermixed_args(list(arguments))
+    return options, load_config(*split_settings(options.settings))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import inspect
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,24 +48,6 @@ def add_own_code(parser: Parser) -> None:
         metavar="FILE.py",
         help="allow this Python file of yours to run",
     )
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of a run."""
-
-    config: Path | None
-    overrides: tuple[str, ...]
-    out: Path | None
-    fresh: bool
-    quiet: bool
-
-
-def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
-    """Read the words of a run. Raises UserError; SystemExit after `--help`."""
-    options = run_parser(description).parse_intermixed_args(list(arguments))
-    config, overrides = split_settings(options.settings)
-    return RunOptions(config, overrides, options.out, options.fresh, options.quiet)
 
 
 def run_parser(description: str | None) -> Parser:

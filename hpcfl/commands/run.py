@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
-from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
@@ -35,20 +34,25 @@ def started_world() -> Iterator[Communicator]:
 
 def run(
     config: Config,
-    options: RunOptions,
+    path: Path,
     world: Communicator,
     stop: StopFlag,
     command: str,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
     is_cell: bool = False,
 ) -> Outcome:
     """Start a run in its folder, or resume it. Collective; may raise UserError.
 
     Args:
         config: the run's configuration.
-        options: folder, --fresh and --quiet.
+        path: the run folder.
         world: the ranks.
         stop: ends the run at a round boundary.
         command: what was typed.
+        fresh: move what is in the folder aside and start over.
+        quiet: print nothing but warnings and errors.
         is_cell: the run is one of many: print only how its rounds go.
     """
     with ExitStack() as at_exit:
@@ -65,16 +69,15 @@ def run(
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
-        path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
-        run_collectively(world, lambda: folder.check(options.fresh) if folder else None)
+        run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
         layout = experiment.method.layout
         run_collectively(
-            world, lambda: folder.open(options.fresh, layout, ranks, at_exit, command) if folder else None
+            world, lambda: folder.open(fresh, layout, ranks, at_exit, command) if folder else None
         )
-        progress = Progress(folder.log if folder else None, options.quiet)
+        progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
         warn = progress.warn
         for text in noted:

@@ -14,7 +14,6 @@ from pathlib import Path
 from hpcfl.commands.arguments import (
     TABLE_HELP,
     Parser,
-    RunOptions,
     add_own_code,
     command_line,
     split_settings,
@@ -168,12 +167,13 @@ def _run_cells(
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
         _speech(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
-        options = RunOptions(None, (), cell.folder, fresh, quiet)
         if world.is_server:
             _note(cell, is_running=True)
             write_job_note("cell", str(cell.folder))
         try:
-            outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
+            outcome: Outcome | None = run(
+                cell.config, cell.folder, world, stop, command, fresh=fresh, quiet=quiet, is_cell=True
+            )
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))

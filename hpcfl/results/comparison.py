@@ -106,9 +106,14 @@ def compare(*runs: Run) -> Comparison:
     if len({run.path.resolve() for run in runs}) < len(runs):
         raise UserError("a run is named twice; compare runs in two folders or more")
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
-    for others in zip(*entries, strict=True):
-        for other in others[1:]:
-            _check_others(others[0], other)
+    for first, *others in zip(*entries, strict=True):
+        for other in others:
+            if changed := differences(sample_keys(first.config), sample_keys(other.config)):
+                raise UserError(
+                    f"{first.path} and {other.path} cannot be compared: their clients have other samples "
+                    f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
+                    "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
+                )
     trees = [_keys(entry[0], without=SEEDS if len(entry) > 1 else ()) for entry in entries]
     names = dict.fromkeys(key for tree in trees for key in tree)
     found = {key: tuple(tree.get(key) for tree in trees) for key in names}
@@ -134,17 +139,6 @@ def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys that change a run's results."""
     return {key: value for key, value in run.config.result_keys().items() if key not in without}
-
-
-def _check_others(first: Run, second: Run) -> None:
-    """Raise UserError if two runs have different clients, or different samples."""
-    there, here = (sample_keys(run.config) for run in (first, second))
-    if changed := differences(there, here):
-        raise UserError(
-            f"{first.path} and {second.path} cannot be compared: their clients have other samples "
-            f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
-            "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
-        )
 
 
 def sample_keys(config: Config) -> dict[str, Any]:

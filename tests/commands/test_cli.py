@@ -20,7 +20,7 @@ import pytest
 from processes import REPOSITORY, Mpirun, clean_environment, read_all, run_forked
 
 from hpcfl import __version__
-from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+from hpcfl.commands.arguments import command_line, run_parser, split_settings
 from hpcfl.communication.codecs import CODECS
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -339,11 +339,15 @@ def test_a_run_continues_when_nobody_reads_its_lines(tmp_path: Path) -> None:
 
 
 def test_options_may_stand_anywhere() -> None:
-    options = parse_run(["--out", "a", "b.yaml", "--quiet", "train.lr=1", "--fresh", "run.seed=2"], "help")
-    assert options == RunOptions(Path("b.yaml"), ("train.lr=1", "run.seed=2"), Path("a"), True, True)
-    assert parse_run([], "help") == RunOptions(None, (), None, False, False)
+    words = ["--out", "a", "b.yaml", "--quiet", "train.lr=1", "--fresh", "run.seed=2"]
+    options = run_parser("help").parse_intermixed_args(words)
+    assert split_settings(options.settings) == (Path("b.yaml"), ("train.lr=1", "run.seed=2"))
+    assert (options.out, options.fresh, options.quiet) == (Path("a"), True, True)
+    options = run_parser("help").parse_intermixed_args([])
+    assert split_settings(options.settings) == (None, ())
+    assert (options.out, options.fresh, options.quiet) == (None, False, False)
     with pytest.raises(UserError, match=r"more than one configuration file: a\.yaml, b\.yaml"):
-        parse_run(["a.yaml", "x=1", "b.yaml"], "help")
+        split_settings(["a.yaml", "x=1", "b.yaml"])
 
 
 def test_commands_are_written_as_typed() -> None:
