@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.commands.reference import Key, about, citation, goes_with, keys
@@ -39,7 +38,10 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
             allow(f"--{kind}", path)
             registry.add_own(path)
     if options.words:
-        print("\n\n".join(map(_as_lines, _by_group(_chosen(options.words[1:])))))
+        by_group: dict[str, list[Key]] = {}
+        for key in _chosen(options.words[1:]):
+            by_group.setdefault(key.group, []).append(key)
+        print("\n\n".join(_as_lines(*group) for group in by_group.items()))
     else:
         _print_names()
 
@@ -79,7 +81,7 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         return known
     found = []
     for word in words:
-        of_word = [key for key in known if any(_begins(name, word) for name in _names(key))]
+        of_word = [key for key in known if any(f"{name}.".startswith(f"{word}.") for name in _names(key))]
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
             hint = did_you_mean(word, names, "; see hpcfl list keys")
@@ -93,25 +95,11 @@ def _names(key: Key) -> set[str]:
     return {key.group, key.name, f"{key.group}.{key.name.rpartition('.')[2]}"}
 
 
-def _begins(name: str, word: str) -> bool:
-    return f"{name}.".startswith(f"{word}.")
-
-
-def _by_group(found: Sequence[Key]) -> list[list[Key]]:
-    in_order = sorted(found, key=lambda key: [other.group for other in found].index(key.group))
-    return [list(group) for _, group in groupby(in_order, key=lambda key: key.group)]
-
-
-def _as_lines(group: Sequence[Key]) -> str:
-    """Return a group as text: for each key a line with allowed values, and a line with its meaning."""
-    lines = [f"# {_title(group[0].group)}"]
-    for key in group:
+def _as_lines(group: str, found: Sequence[Key]) -> str:
+    """Return keys of a group as text: for each a line with allowed values, and a line with its meaning."""
+    title = f"{group}: {about(group)}" if about(group) else f"{group}.*"
+    lines = [f"# {title} ({citation(group)})" if citation(group) else f"# {title}"]
+    for key in found:
         default = "" if key.default is None else f"={key.default}"
         lines += [f"{key.name}{default}  [{key.kind}]", f"    {key.meaning}"]
     return "\n".join(lines)
-
-
-def _title(group: str) -> str:
-    """Return a group's title, with its paper."""
-    title = f"{group}: {about(group)}" if about(group) else f"{group}.*"
-    return f"{title} ({citation(group)})" if citation(group) else title

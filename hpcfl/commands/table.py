@@ -11,13 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from hpcfl.commands.arguments import (
-    TABLE_HELP,
-    Parser,
-    add_own_code,
-    command_line,
-    split_settings,
-)
+from hpcfl.commands.arguments import TABLE_HELP, Parser, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError

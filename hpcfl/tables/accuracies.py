@@ -94,14 +94,12 @@ class Result:
     @property
     def published(self) -> float | None:
         """In %."""
-        found: float | None = self.row.published.get(self.column)
-        return found
+        return self.row.published.get(self.column)
 
     @property
     def published_bytes(self) -> float | None:
         """Down and up together, of a client in a round."""
-        found: float | None = self.row.published_bytes.get(self.column)
-        return found
+        return self.row.published_bytes.get(self.column)
 
     @property
     def scored(self) -> str:
@@ -153,14 +151,11 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     for seed in [seed for seed in first.runs if seed in second.runs]:
         if _file(first.runs[seed]) != _file(second.runs[seed]):
             continue
-        ones, others, samples = (
-            first.by_client(seed, name),
-            second.by_client(seed, name),
-            first.by_client(seed, "evaluated_samples"),
-        )
-        lines = zip(ones, others, samples, strict=True)
-        if known := [line for line in lines if not any(map(isnan, line))]:
-            by_seed[seed] = list(zip(*known, strict=True))
+        wanted = (first, name), (second, name), (first, "evaluated_samples")
+        figures = np.array([row.by_client(seed, column) for row, column in wanted])
+        known = figures[:, ~np.isnan(figures).any(axis=0)]
+        if known.size:
+            by_seed[seed] = known.tolist()
     paired = None
     if by_seed:
         of_first, of_second, weights = zip(*by_seed.values(), strict=True)
@@ -177,27 +172,20 @@ def _file(run: Run) -> tuple[object, object]:
 
 def _figures(run: Run, config: Config) -> dict[str, float]:
     """Return what a finished run gave and cost."""
-    last, best, accuracies = run.last, run.best, run.in_training["accuracy"].tolist()
+    last, best, clients = run.last, run.best, run.in_training
+    accuracies = clients["accuracy"].tolist()
     turns = run.done * config.train.cohort_size(len(accuracies))
     figures = {
-        "accuracy_mean": last["accuracy_mean"],
+        # not every run has all of them
+        **dict.fromkeys(ACCURACIES, nan),
+        **last,
+        **{name: mean_of_known(clients[name]) for name in CLIENT_METRICS if name in clients},
         "best_accuracy": best["accuracy_mean"],
         "best_round": best["round"],
-        "accuracy_weighted": last["accuracy_weighted"],
-        # the oldest runs were not scored at these moments
-        "accuracy_after_download": last.get("accuracy_after_download", nan),
-        "accuracy_after_training": last.get("accuracy_after_training", nan),
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
-        "accuracy_unseen": last.get("accuracy_unseen", nan),
-        **{
-            name: mean_of_known(run.in_training[name]) if name in run.in_training else nan
-            for name in CLIENT_METRICS
-        },
-        "coverage": last["coverage"],
         # harmonic mean: there are about equally many steps between any two evaluations
         "client_steps_per_s": statistics.harmonic_mean(run.metrics["client_steps_per_s"].tolist()),
-        "wall_s": last["wall_s"],
         # fewer than train.rounds if train.patience has ended the run
         "rounds_done": float(run.done),
         # of trainable numbers, of all rounds and clients
