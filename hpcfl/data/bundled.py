@@ -30,15 +30,7 @@ def digits() -> Arrays:
     return Arrays(x, table[:, -1].astype(np.int64), 10, 16.0, *OF_DIGITS)
 
 
-def wine() -> Arrays:
-    return _features("wine_data.csv", 3)
-
-
-def breast_cancer() -> Arrays:
-    return _features("breast_cancer.csv", 2)
-
-
-def _features(name: str, num_classes: int) -> Arrays:
+def features(name: str, num_classes: int) -> Arrays:
     table = _table(name, 1)
     return Arrays(table[:, :-1].astype(np.float32), table[:, -1].astype(np.int64), num_classes, 1.0, (), ())
 

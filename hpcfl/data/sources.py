@@ -74,13 +74,13 @@ SOURCES: dict[str, Source] = {
         "13 features of wines, 3 classes, 178 samples, bundled",
         3,
         partition="dirichlet",
-        reader=lambda _: bundled.wine(),
+        reader=lambda _: bundled.features("wine_data.csv", 3),
     ),
     "breast_cancer": Source(
         "30 features of tumours, 2 classes, 569 samples, bundled",
         2,
         partition="dirichlet",
-        reader=lambda _: bundled.breast_cancer(),
+        reader=lambda _: bundled.features("breast_cancer.csv", 2),
     ),
     "topics": Source(
         "32 characters of Python's help texts, to predict the next one; each text is a client; bundled",

@@ -140,8 +140,6 @@ def aligned_gradient(clients: ClientGroup, strength: float, targets: Tensor, is_
 def gradient_towards(clients: ClientGroup, loss: Loss, targets: Tensor, is_known: Tensor) -> GradientOf:
     """Return the `gradient` for `ClientGroup.sgd` of a loss that reads `theta`, `targets` and `is_known`."""
     is_known = is_known.to(targets)
-
-    def known(batch: Batch) -> Tensors:
-        return {"targets": targets[batch.members], "is_known": is_known[batch.members]}
-
-    return clients.gradient_with_constants(loss, known)
+    return clients.gradient_with_constants(
+        loss, lambda batch: {"targets": targets[batch.members], "is_known": is_known[batch.members]}
+    )

@@ -51,11 +51,9 @@ class FedLC(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         margins = self.margins(self.class_counts(clients))
-
-        def known(batch: Batch) -> Tensors:
-            return {"margins": margins[batch.members]}
-
-        gradient = clients.gradient_with_constants(calibrated_loss, known)
+        gradient = clients.gradient_with_constants(
+            calibrated_loss, lambda batch: {"margins": margins[batch.members]}
+        )
         return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def margins(self, counts: Tensor) -> Tensor:

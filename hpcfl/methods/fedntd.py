@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Params
@@ -47,12 +47,8 @@ class FedNTD(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         received = {"theta": down["theta"], BUFFERS: clients.buffers}
-        table = clients.over_training_set(received, _logits)
-
-        def known(batch: Batch) -> Tensors:
-            return {"z_w": batch.pick(table)}
-
-        gradient = clients.gradient_with_constants(self._loss, known)
+        table = clients.over_training_set(received, lambda network, x, y: network(x))
+        gradient = clients.gradient_with_constants(self._loss, lambda batch: {"z_w": batch.pick(table)})
         return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
@@ -67,8 +63,3 @@ def not_true(logits: Tensor, y: Tensor) -> Tensor:
     """Return the logits [B, K - 1] of the classes that samples are not, from [B, K] and their classes [B]."""
     classes = torch.arange(logits.shape[1] - 1, device=logits.device)
     return logits.gather(1, classes + (classes >= y.unsqueeze(1)))
-
-
-def _logits(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    logits: Tensor = network(x)
-    return logits

@@ -112,11 +112,10 @@ class GPFL(FedPer):
         received, shares = model["theta"], model["shares"]
         start, stop = self._decayed.start, self._decayed.start + self.network.embeddings.weight.numel()
         embeddings = received[:, start:stop].unflatten(1, (self.context.num_classes, -1))
-
-        def known(batch: Batch) -> Tensors:
-            return {"embeddings": embeddings[batch.members], "shares": shares[batch.members]}
-
-        return clients.gradient_with_constants(self._loss, known)
+        return clients.gradient_with_constants(
+            self._loss,
+            lambda batch: {"embeddings": embeddings[batch.members], "shares": shares[batch.members]},
+        )
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta, received = tensors["theta"], tensors["embeddings"].detach()
