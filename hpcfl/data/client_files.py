@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import pickle
 import re
 import zipfile
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpcfl.data.arrays import OF_MNIST, Arrays, pool_of
-from hpcfl.data.npz import are_tokens, as_labels, as_pixels
+from hpcfl.data.npz import are_tokens, as_labels, as_pixels, existing
 from hpcfl.errors import UserError, one_line
 
 FEMNIST_CLASSES = 62
@@ -50,7 +49,7 @@ def read_leaf(path: str) -> Arrays:
     Raises:
         UserError: missing, damaged or unfit files.
     """
-    folder = _folder(path, _MAKE_LEAF)
+    folder = existing(path, f"data.path={path}", "folder", _MAKE_LEAF)
     there = [part for part in _PARTS if (folder / part).is_dir()]
     if len(there) == 1:
         absent = "train" if there == ["test"] else "test"
@@ -77,7 +76,7 @@ def read_pfllib(path: str) -> Arrays:
     Raises:
         UserError: missing, damaged or unfit files, and files that would run code.
     """
-    folder = _folder(path, _MAKE_PFLLIB)
+    folder = existing(path, f"data.path={path}", "folder", _MAKE_PFLLIB)
     num_clients = len({file.name for part in _PARTS for file in (folder / part).glob("*.npz")})
     if num_clients == 0:
         raise UserError(f"data.path={path}: has no files train/*.npz and test/*.npz; {_MAKE_PFLLIB}")
@@ -97,14 +96,6 @@ def read_pfllib(path: str) -> Arrays:
             )
     x, y, owner, is_test = _pooled(pieces, len(_PARTS))
     return pool_of(x, y, f"data.path={path}", owner=owner, is_test=is_test)
-
-
-def _folder(path: str, how_to_make: str) -> Path:
-    folder = Path(path).expanduser()
-    # unlike Path's method, returns False for an invalid name
-    if not os.path.isdir(folder):
-        raise UserError(f"data.path={path}: no such folder; {how_to_make}")
-    return folder
 
 
 def _pooled(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays, arrays_of
-from hpcfl.data.npz import MAX_NAMES
+from hpcfl.data.npz import MAX_NAMES, existing
 from hpcfl.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -68,10 +66,7 @@ def _read(path: str, where: str) -> pd.DataFrame:
             f"data.source=csv needs the package pandas ({one_line(error)}); install it with: "
             'pip install -e ".[tables]"'
         ) from error
-    file = Path(path).expanduser()
-    # unlike Path's method, returns False for an invalid name
-    if not os.path.isfile(file):
-        raise UserError(f"{where}: no such file; name a CSV file, such as FILE.csv")
+    file = existing(path, where, "file", "name a CSV file, such as FILE.csv")
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             _check_header(text, where)

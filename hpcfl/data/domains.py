@@ -5,7 +5,6 @@ Layouts: FOLDER/DOMAIN.npz, or FOLDER/DOMAIN/CLASS/*.png or *.jpg, as PACS, Offi
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcfl.data.arrays import Arrays, pool_of
-from hpcfl.data.npz import as_labels, as_pixels, read_npz
+from hpcfl.data.npz import as_labels, as_pixels, existing, read_npz
 from hpcfl.errors import UserError, one_line
 from hpcfl.torchvision_parts import torchvision_part
 
@@ -35,10 +34,8 @@ def read_domains(path: str, layout: str | None, image_size: int | None) -> Array
     Raises:
         UserError: missing, damaged or unfit files.
     """
-    where, folder = f"data.path={path}", Path(path).expanduser()
-    # unlike Path's method, returns False for an invalid name
-    if not os.path.isdir(folder):
-        raise UserError(f"{where}: no such folder; {_LAYOUTS}")
+    where = f"data.path={path}"
+    folder = existing(path, where, "folder", _LAYOUTS)
     there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     files = [entry for entry in there if entry.suffix == ".npz" and entry.is_file()]
     folders = [entry for entry in there if entry.is_dir()]

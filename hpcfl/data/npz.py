@@ -6,7 +6,7 @@ import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -104,6 +104,15 @@ def count_classes(y: np.ndarray, where: str) -> int:
     return int(y.max()) + 1
 
 
+def existing(path: str, where: str, kind: Literal["file", "folder"], advice: str) -> Path:
+    """Return the path of a file or folder; UserError, which begins with `where`, if there is none."""
+    found = Path(path).expanduser()
+    # unlike Path's methods, these return False for an invalid name
+    if not (os.path.isfile if kind == "file" else os.path.isdir)(found):
+        raise UserError(f"{where}: no such {kind}; {advice}")
+    return found
+
+
 def read_arrays(
     path: str, where: str, names: Sequence[str], others: Sequence[str] = ()
 ) -> dict[str, np.ndarray]:
@@ -111,10 +120,7 @@ def read_arrays(
 
     Raises UserError, which begins with `where`, if the file cannot be read or one of `names` is missing.
     """
-    file = Path(path).expanduser()
-    # unlike Path's method, returns False for an invalid name
-    if not os.path.isfile(file):
-        raise UserError(f"{where}: no such file; name an npz file, such as FILE.npz")
+    file = existing(path, where, "file", "name an npz file, such as FILE.npz")
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
