@@ -34,7 +34,7 @@ class Simulation:
     """One run on one rank. The docstrings of methods that all ranks must call together contain "Collective".
 
     `folder` is the server's open run folder and None elsewhere; a `stop` flag raised on any rank ends the
-    run with a checkpoint at the next round boundary.
+    run with a checkpoint at the next round boundary, and None never does.
     """
 
     def __init__(
