@@ -6,7 +6,8 @@ Shapes: E evaluations, N clients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -348,16 +349,20 @@ def _seconds(metrics: Columns) -> dict[str, float]:
 def _differing(runs: Sequence[Run]) -> Json:
     """Return the keys that all runs have and in which some differ, with each run's values."""
     trees = [run.config.result_keys() for run in runs]
-    keys = [
+    keys = _keys_that_differ(trees)
+    return {"keys": keys, "rows": [[str(tree[key]) for key in keys] for tree in trees]}
+
+
+def _keys_that_differ(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that all have and in which some differ."""
+    return [
         key
         for key, value in trees[0].items()
         if all(key in tree for tree in trees) and any(tree[key] != value for tree in trees)
     ]
-    return {"keys": keys, "rows": [[str(tree[key]) for key in keys] for tree in trees]}
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     """Return notes about several runs."""
-    first, *others = (sample_keys(run.config) for run in runs)
-    differ = [key for key, value in first.items() if any(keys.get(key) != value for keys in others)]
+    differ = _keys_that_differ([sample_keys(run.config) for run in runs])
     return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."] if differ else []

@@ -254,6 +254,17 @@ def right(probabilities: np.ndarray, y: np.ndarray) -> int:
     return int((probabilities.argmax(axis=1) == y).sum())
 
 
+def logits_by_network(run: Run, client: int, x: np.ndarray) -> Tensor:
+    """Return the outputs [n, K] of a client's network for samples as the source stores them."""
+    data = run.models.data
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
+    network = run.network(client)
+    assert not network.training
+    with torch.no_grad():
+        logits: Tensor = network((torch.from_numpy(x) / data.scale - mean) / std)
+    return logits
+
+
 def right_of_run(run: Run) -> list[int]:
     """Return how many of its test samples each client gets right, by clients.csv."""
     counts = run.clients["accuracy"] * run.clients["evaluated_samples"]

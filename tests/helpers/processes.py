@@ -98,13 +98,11 @@ def run_forked(
     The process is a copy of this one, which has imported most of it.
     """
 
-    def program() -> None:
-        os.chdir(cwd or REPOSITORY)
-        _be_python(words)
-
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         files = {1: stdout.fileno(), 2: stderr.fileno()}
-        child = forked(program, files, {**clean_environment(), **(env or {})})
+        child = forked(
+            lambda: _be_python(words, cwd or REPOSITORY), files, {**clean_environment(), **(env or {})}
+        )
         give_up_s, status = time.monotonic() + timeout, (0, 0)
         while time.monotonic() < give_up_s and not status[0]:
             time.sleep(0.01)
@@ -206,19 +204,16 @@ def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
         text += more
     numbers, folder, environment = json.loads(text)
 
-    def program() -> None:
-        os.chdir(folder)
-        _be_python(words)
-
     try:
-        return forked(program, dict(zip(numbers, files, strict=True)), environment)
+        return forked(lambda: _be_python(words, folder), dict(zip(numbers, files, strict=True)), environment)
     finally:
         for file in files:
             os.close(file)
 
 
-def _be_python(words: Sequence[str]) -> None:
-    """Do what `python words` does, in this process; comes back only by an exception."""
+def _be_python(words: Sequence[str], folder: str | Path) -> None:
+    """Do what `python words` does in a folder, in this process; comes back only by an exception."""
+    os.chdir(folder)
     warnings.resetwarnings()
     for of_python in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", of_python)

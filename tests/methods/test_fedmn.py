@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from bits import raw_tests, run_here
+from bits import logits_by_network, raw_tests, run_here
 from by_hand import paths_by_hand
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
@@ -584,11 +584,8 @@ def test_a_run_that_ends_in_the_pretraining_has_the_classifier_as_its_network(tm
     run = load_run(tmp_path / "run")
     assert run.done < 8
     x, _ = raw_tests(run)[0]
-    data = run.models.data
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
-    with torch.no_grad():
-        logits = run.network(0)((torch.from_numpy(x) / data.scale - mean) / std)
-    torch.testing.assert_close(logits.softmax(dim=1), torch.from_numpy(run.predict(0, x)))
+    probabilities = logits_by_network(run, 0, x).softmax(dim=1)
+    torch.testing.assert_close(probabilities, torch.from_numpy(run.predict(0, x)))
 
 
 def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:

@@ -19,7 +19,21 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, LAYERS, VARIANTS, F, K, N, P, U, expected, raw_tests, right, right_of_run
+from bits import (
+    DIFFERENT,
+    LAYERS,
+    VARIANTS,
+    F,
+    K,
+    N,
+    P,
+    U,
+    expected,
+    logits_by_network,
+    raw_tests,
+    right,
+    right_of_run,
+)
 
 from hpcfl.methods import METHODS
 from hpcfl.results.run import load_run
@@ -65,18 +79,13 @@ def test_a_client_gets_the_same_samples_right_by_predict_and_as_a_network(
     folder: Callable[..., Path], case: str
 ) -> None:
     run = load_run(folder(case))
-    data = run.models.data
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
     by_predict, by_network = [], []
     for client, (x, y) in enumerate(raw_tests(run)):
         found = run.predict(client, x)
         assert found.dtype == np.float32
         assert np.allclose(found.sum(axis=1), 1, atol=1e-5)
         by_predict.append(right(found, y))
-        network = run.network(client)
-        assert not network.training
-        with torch.no_grad():
-            logits = network((torch.from_numpy(x) / data.scale - mean) / std)
+        logits = logits_by_network(run, client, x)
         assert np.allclose(logits.softmax(dim=1), found, atol=1e-5)
         by_network.append(right(logits.numpy(), y))
     assert by_predict == right_of_run(run)

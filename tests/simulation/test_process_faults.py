@@ -114,7 +114,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4)
 
 
 # a kill between the two renames of a checkpoint leaves the one before, and a warning
-@pytest.mark.filterwarnings("always:.*taking")
+@pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_rank_killed_at_twelve_moments(
     settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
@@ -133,7 +133,7 @@ def test_one_rank_killed_at_twelve_moments(
 
 
 # a kill between the two renames of a checkpoint leaves the one before, and a warning
-@pytest.mark.filterwarnings("always:.*taking")
+@pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_server_worker_and_mpirun_killed_at_five_moments(
     launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int

@@ -222,7 +222,7 @@ def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
-@pytest.mark.filterwarnings("always:.*taking")
+@pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],

@@ -525,7 +525,7 @@ def kill_at_each_step(folder: Path) -> int:
     raise AssertionError
 
 
-@pytest.mark.filterwarnings("ignore:.*taking")
+@pytest.mark.filterwarnings("ignore:.*; taking .*checkpoint")
 def test_a_killed_run_leaves_a_complete_state(tmp_path: Path) -> None:
     assert kill_at_each_step(tmp_path) >= 6
 
