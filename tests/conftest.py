@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -194,6 +195,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if in_mpi_world() and item.get_closest_marker("mpi") is None:
             item.add_marker(alone)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of garbage collections: half of their time would go to it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_exception_interact(node: pytest.Item, report: Any) -> None:

@@ -173,7 +173,8 @@ class Channel:
     ) -> Upload:
         """Start to send the rows of this rank's cohort members to the server.
 
-        `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
+        `sent` is the message that the server sent to the cohort, None elsewhere: a method or a `coding` may
+        need it to read the upload.
         Without a `coding` tensors are not compressed. Collective; see `Upload` for what ranks do next.
         """
         header = pickle.dumps(_Entry.describe(message)) if message.num_clients else b""
@@ -181,7 +182,7 @@ class Channel:
         first = next((header for header in headers if header), pickle.dumps([]))
         frames = {}
         for entry in pickle.loads(self._world.broadcast_bytes(first)):
-            frame = self._upload_frame(entry, message, cohort, coding)
+            frame = self._upload_frame(entry, message, cohort, sent, coding)
             frames[entry.name] = frame
             if coding is not None and coding.codec.for_frame(frame).uses_error_feedback:
                 coding.unsent.begin(frame)
@@ -233,7 +234,12 @@ class Channel:
         return codec.decode(arrived, frame[own]).view(count, *frame.shape)
 
     def _upload_frame(
-        self, entry: _Entry, message: Message, cohort: Cohort, coding: UploadCoding | None
+        self,
+        entry: _Entry,
+        message: Message,
+        cohort: Cohort,
+        sent: Message | None,
+        coding: UploadCoding | None,
     ) -> Frame:
         """Describe an upload's tensor on all ranks, with the layers that each client sends. Collective."""
         frame, own = entry.frame(self._layers), self.own(cohort)
@@ -244,17 +250,15 @@ class Channel:
             gathered = self.collect(cohort, chosen[own])
             self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
             frame = replace(frame, keep=chosen.bool())
-        return frame if coding is None else self._after(frame, coding, len(cohort), own)
-
-    def _after(self, frame: Frame, coding: UploadCoding, num_rows: int, own: list[int]) -> Frame:
-        """Return the frame with what the members received: all members on the server, else `own`."""
-        if coding.sent is not None:
-            return frame.after(coding.sent)
+        if coding is None:
+            return frame
+        if sent is not None:
+            return frame.after(sent)
         of_rank = frame[own].after(coding.received)
         if of_rank.received_layers is None:
             return frame
         # only this rank's rows are read
-        known = torch.zeros(num_rows, len(frame.sizes), dtype=torch.bool)
+        known = torch.zeros(len(cohort), len(frame.sizes), dtype=torch.bool)
         known[own] = of_rank.received_layers
         return replace(frame, received_layers=known)
 
@@ -413,9 +417,9 @@ class _SentUpload(Upload):
 
     def _decoded(self, frame: Frame, codec: Codec, arrived: Sequence[Tensor], block: slice) -> Tensor:
         """Return the rows of a block from the pieces that arrived on the server."""
-        coding, base = self._coding, None
-        if coding is not None and coding.sent is not None and codec is not IDENTITY:
-            base = frame.base(coding.sent.select(block))
+        base = None
+        if self.sent is not None and codec is not IDENTITY:
+            base = frame.base(self.sent.select(block))
         return codec.decode(arrived, frame, base).view(block.stop - block.start, *frame.shape)
 
 

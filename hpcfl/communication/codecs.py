@@ -301,8 +301,6 @@ class UploadCoding:
     codec: Codec
     received: Message
     """The message that this rank's members of the cohort received."""
-    sent: Message | None
-    """The same for all members, on the server."""
     unsent: ErrorFeedback
 
 

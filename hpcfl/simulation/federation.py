@@ -182,15 +182,15 @@ class Federation:
 
     def send_requests(self, requests: Message, cohort: Cohort) -> Upload:
         """Send the requests of this rank's members to the server. Collective, and so is the result."""
-        nothing = Delivery(Message(num_clients=requests.num_clients), Message(num_clients=len(cohort)))
-        return self.channel.up(requests, cohort, coding=self._coding(cohort, nothing))
+        sent = Message(num_clients=len(cohort)) if self.world.is_server else None
+        return self.upload(requests, cohort, Delivery(Message(num_clients=requests.num_clients), sent))
 
-    def upload(self, message: Message, cohort: Cohort, sent: Message | None, before: Delivery) -> Upload:
+    def upload(self, message: Message, cohort: Cohort, before: Delivery) -> Upload:
         """Send the uploads of this rank's members to the server. Collective, and so is the result.
 
-        `sent` becomes `Upload.sent`; `before` is everything that the members received in this round.
+        `before` is everything that the members received in this round.
         """
-        return self.channel.up(message, cohort, sent, self._coding(cohort, before))
+        return self.channel.up(message, cohort, before.sent, self._coding(cohort, before.received))
 
     def upload_bytes(self, up: Message, received: Message, round: int) -> Tensor:
         """Return the bytes that each client of a group sends, int64 [C], as the server would count them.
@@ -208,7 +208,7 @@ class Federation:
         names_layers = not self.adapter.needs_request(round)
         return torch.from_numpy(count_bytes(outline, self.method.layers, names_layers).total)
 
-    def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding | None:
+    def _coding(self, cohort: Cohort, received: Message) -> UploadCoding | None:
         if self._up is IDENTITY:
             return None
         places = (self.worker_context, self.migration.worker_context)
@@ -217,8 +217,7 @@ class Federation:
             (int(place is not self.worker_context), place.clients.index(client)) for place, client in found
         ]
         unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
-        sent = before.sent if self.world.is_server else None
-        return UploadCoding(self._up, before.received, sent, unsent)
+        return UploadCoding(self._up, received, unsent)
 
     def on_device(self, received: Message) -> Message:
         """Copy shared tensors to the device, once for all groups; rows follow group by group."""

@@ -145,11 +145,11 @@ class Simulation:
         if len(reached) < len(cohort):
             traffic.keep(places)
             before = before.select(here, places)
-        down, sent = federation.on_device(before.received), before.sent
+        down = federation.on_device(before.received)
         if has_request and len(reached):
             requests, response = self._exchange_requests(reached, groups, down, traffic)
             down |= requests | federation.on_device(response.received)
-            sent, before = response.sent, before | response
+            before |= response
         moved = self._moved(traffic, reached)
         local = self._local.train(groups, down, before.received, moved, is_evaluated)
         late = [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))] if self._clock else []
@@ -161,8 +161,7 @@ class Simulation:
             members, here = federation.select(reached, places)
             traffic.keep(places)
             up, before = up.select(here), before.select(here, places)
-            sent = None if sent is None else sent.select(places)
-        upload = federation.upload(up, members, sent, before)
+        upload = federation.upload(up, members, before)
         traffic.count_up(upload)
         if not self._world.is_server:
             upload.drain()
