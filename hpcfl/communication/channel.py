@@ -11,7 +11,7 @@ import math
 import pickle
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,37 +21,6 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message, Piece
 from hpcfl.communication.upload import FixedPointSum, Upload
 from hpcfl.parameters import Layer, spread
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Description of a tensor that is sent before its numbers; `shape` is that of one client's row."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shared: bool
-    keep: list[bool] | None
-    """Which layers are sent, if it is the same for all clients."""
-    is_chosen: bool
-    """Whether each client has a mask of its own, which is sent after this."""
-
-    @staticmethod
-    def describe(message: Message) -> list[_Entry]:
-        entries = []
-        for shared, tensors in ((True, message.shared), (False, message.per_client)):
-            for name, tensor in tensors.items():
-                keep = message.layer_mask.get(name)
-                is_chosen = keep is not None and keep.dim() == 2
-                static = None if keep is None or is_chosen else keep.tolist()
-                shape = tuple(tensor.shape if shared else tensor.shape[1:])
-                entries.append(_Entry(name, shape, tensor.dtype, shared, static, is_chosen))
-        return entries
-
-    def frame(self, layers: Sequence[Layer]) -> Frame:
-        """Return the description for codecs, without the masks of single clients."""
-        frame = Frame.for_tensor(self.name, self.shape, self.dtype, layers)
-        return frame if self.keep is None else replace(frame, keep=torch.tensor(self.keep))
 
 
 class _Placement:
@@ -113,26 +82,16 @@ class Channel:
         """
         world, placement = self._world, self._placement(cohort)
         own = placement.own
-        header = None if message is None else pickle.dumps(_Entry.describe(message))
+        header = None if message is None else pickle.dumps(self._frames(message))
         received = Message(num_clients=len(own))
-        for entry in pickle.loads(world.broadcast_bytes(header)):
-            frame = entry.frame(self._layers)
-            if entry.is_chosen:
-                chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
-                if message is not None:
-                    chosen.copy_(message.layer_mask[entry.name])
-                world.broadcast(chosen)
-                received.layer_mask[entry.name] = chosen[own].bool()
-            if entry.shared:
-                row = message.shared[entry.name].unsqueeze(0) if message is not None else None
-                received.shared[entry.name] = self._broadcast(frame, row, codec)[0]
+        for frame in pickle.loads(world.broadcast_bytes(header)):
+            rows = None if message is None else frame.rows_of(message)
+            if frame.is_shared:
+                received.shared[frame.name] = self._broadcast(frame, rows, codec)[0]
             else:
-                if entry.is_chosen:
-                    frame = replace(frame, keep=chosen.bool())
-                rows = message.per_client[entry.name] if message is not None else None
-                received.per_client[entry.name] = self._scatter(frame, rows, placement, codec)
-            if entry.keep is not None:
-                received.layer_mask[entry.name] = torch.tensor(entry.keep)
+                received.per_client[frame.name] = self._scatter(frame, rows, placement, codec)
+            if frame.keep is not None:
+                received.layer_mask[frame.name] = frame[own].keep
         return received
 
     def as_received(self, message: Message, codec: Codec) -> Message:
@@ -141,16 +100,14 @@ class Channel:
         Layers that are left out stay unchanged.
         """
         arrived = message.with_clients(message.num_clients)
-        for name in message.names:
-            shared, keep = name in message.shared, message.layer_mask.get(name)
-            rows = message.shared[name].unsqueeze(0) if shared else message.per_client[name]
-            frame = Frame.for_tensor(name, rows.shape[1:], rows.dtype, self._layers)
+        for frame in self._frames(message):
             coder = codec.for_frame(frame)
             if coder is IDENTITY:
                 continue
-            arrived.pieces[name] = coder.pieces(replace(frame, keep=keep))
-            # a shared tensor with a mask for each client arrives whole
-            mask = None if keep is None or (shared and keep.dim() == 2) else keep.expand(len(rows), -1)
+            rows = frame.rows_of(message)
+            arrived.pieces[frame.name] = coder.pieces(frame)
+            frame = frame.as_sent
+            mask = None if frame.keep is None else frame.keep.expand(len(rows), -1)
             decoded = torch.empty_like(rows)
             for block in self._blocks(rows[0].numel(), len(rows)):
                 numbers, part = frame.by_model(rows[block].cpu()), frame[block]
@@ -158,10 +115,10 @@ class Channel:
                 if mask is not None:
                     coded = frame.where(mask[block], coded, numbers)
                 decoded[block] = coded.view_as(rows[block])
-            if shared:
-                arrived.shared[name] = decoded[0]
+            if frame.is_shared:
+                arrived.shared[frame.name] = decoded[0]
             else:
-                arrived.per_client[name] = decoded
+                arrived.per_client[frame.name] = decoded
         return arrived
 
     def up(
@@ -177,13 +134,13 @@ class Channel:
         need it to read the upload.
         Without a `coding` tensors are not compressed. Collective; see `Upload` for what ranks do next.
         """
-        header = pickle.dumps(_Entry.describe(message)) if message.num_clients else b""
+        header = pickle.dumps(self._frames(message)) if message.num_clients else b""
         headers = self._world.gather_bytes(header) or []
         first = next((header for header in headers if header), pickle.dumps([]))
         frames = {}
-        for entry in pickle.loads(self._world.broadcast_bytes(first)):
-            frame = self._upload_frame(entry, message, cohort, sent, coding)
-            frames[entry.name] = frame
+        for described in pickle.loads(self._world.broadcast_bytes(first)):
+            frame = self._upload_frame(described, message, cohort, sent, coding)
+            frames[frame.name] = frame
             if coding is not None and coding.codec.for_frame(frame).uses_error_feedback:
                 coding.unsent.begin(frame)
         placement = self._placement(cohort)
@@ -199,9 +156,12 @@ class Channel:
     def _placement(self, cohort: Cohort) -> _Placement:
         return _Placement(self.workers(cohort), self._world.num_workers, self._world.worker_index)
 
+    def _frames(self, message: Message) -> list[Frame]:
+        return [Frame.of(message, name, self._layers) for name in message.names]
+
     def _broadcast(self, frame: Frame, row: Tensor | None, codec: Codec) -> Tensor:
         """Return the server's row [1, ...] of a shared tensor on every rank. Collective."""
-        codec = codec.for_frame(frame)
+        frame, codec = frame.as_sent, codec.for_frame(frame)
         pieces = codec.pieces(frame)
         encoded = None if row is None else codec.encode(frame.by_model(row.cpu()), frame)
         arrived = []
@@ -235,18 +195,18 @@ class Channel:
 
     def _upload_frame(
         self,
-        entry: _Entry,
+        frame: Frame,
         message: Message,
         cohort: Cohort,
         sent: Message | None,
         coding: UploadCoding | None,
     ) -> Frame:
-        """Describe an upload's tensor on all ranks, with the layers that each client sends. Collective."""
-        frame, own = entry.frame(self._layers), self.own(cohort)
-        if entry.is_chosen:
+        """Return the frame of an upload's tensor for the whole cohort, given that of one rank. Collective."""
+        own = self.own(cohort)
+        if frame.has_own_masks:
             chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
             if message.num_clients:
-                chosen[own] = message.layer_mask[entry.name].to(torch.uint8)
+                chosen[own] = message.layer_mask[frame.name].to(torch.uint8)
             gathered = self.collect(cohort, chosen[own])
             self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
             frame = replace(frame, keep=chosen.bool())

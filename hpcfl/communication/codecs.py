@@ -58,19 +58,38 @@ class Frame:
     sizes: tuple[int, ...]
     """Numbers in each layer; a tensor that does not consist of layers counts as one layer."""
     has_layers: bool
+    is_shared: bool = False
+    """Whether one row is for all clients."""
     keep: Tensor | None = None
     """Which layers are sent: bool [L], the same for all clients, or [C, L]; None: all."""
     received_layers: Tensor | None = None
     """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
 
     @staticmethod
-    def for_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, layers: Sequence[Layer]) -> Frame:
-        """Describe a tensor by the shape of one client's row; all of it is sent, and none was received."""
-        shape = tuple(shape)
-        if shape and shape[-1] == layers[-1].stop:
-            sizes = tuple(layer.size for layer in layers)
-            return Frame(name, shape, dtype, math.prod(shape[:-1]), sizes, True)
-        return Frame(name, shape, dtype, 1, (math.prod(shape),), False)
+    def of(message: Message, name: str, layers: Sequence[Layer]) -> Frame:
+        """Describe a tensor of a message, as if the clients received nothing before."""
+        is_shared, keep = name in message.shared, message.layer_mask.get(name)
+        tensor = message.shared[name] if is_shared else message.per_client[name]
+        shape = tuple(tensor.shape if is_shared else tensor.shape[1:])
+        has_layers = bool(shape) and shape[-1] == layers[-1].stop
+        sizes = tuple(layer.size for layer in layers) if has_layers else (math.prod(shape),)
+        models = math.prod(shape[:-1]) if has_layers else 1
+        keep = None if keep is None else keep.cpu()
+        return Frame(name, shape, tensor.dtype, models, sizes, has_layers, is_shared, keep)
+
+    @property
+    def has_own_masks(self) -> bool:
+        """Whether each client has a mask of its own."""
+        return self.keep is not None and self.keep.dim() == 2
+
+    @property
+    def as_sent(self) -> Frame:
+        """The frame of what is sent: all of a shared tensor whose clients have masks of their own."""
+        return replace(self, keep=None) if self.is_shared and self.has_own_masks else self
+
+    def rows_of(self, message: Message) -> Tensor:
+        """Return the rows [C, ...] of this tensor in a message, or the only row [1, ...] if it is shared."""
+        return message.shared[self.name].unsqueeze(0) if self.is_shared else message.per_client[self.name]
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Frame:
         """Return the frame of some of the clients."""

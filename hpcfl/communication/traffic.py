@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,23 +64,19 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
     """
     traffic = Traffic.nothing(message.num_clients, len(layers))
     for name in message.names:
-        tensor = (
-            message.per_client[name][:1] if name in message.per_client else message.shared[name].unsqueeze(0)
-        )
-        keep = message.layer_mask.get(name)
-        frame = Frame.for_tensor(name, tensor.shape[1:], tensor.dtype, layers)
-        for piece in message.pieces.get(name) or IDENTITY.pieces(replace(frame, keep=keep)):
+        frame = Frame.of(message, name, layers)
+        for piece in message.pieces.get(name) or IDENTITY.pieces(frame):
             count = piece.dtype.itemsize * piece.numbers().numpy()
             if name == BUFFERS:
                 traffic.buffers += count.sum(axis=-1)
-            elif piece.is_index or not tensor.is_floating_point():
+            elif piece.is_index or not frame.dtype.is_floating_point:
                 traffic.indices += count.sum(axis=-1)
             elif frame.has_layers:
                 traffic.layers += count
             else:
                 traffic.others[name] = traffic.others.get(name, 0) + np.full(message.num_clients, count.sum())
-        if frame.has_layers and keep is not None and keep.ndim == 2 and names_layers:
-            traffic.indices += INDEX_BYTES * (~keep).sum(dim=1).numpy()
+        if names_layers and frame.has_layers and frame.keep is not None and frame.keep.dim() == 2:
+            traffic.indices += INDEX_BYTES * (~frame.keep).sum(dim=1).numpy()
     return traffic
 
 

@@ -198,12 +198,8 @@ class Federation:
         `received` is what these clients received in this round.
         """
         outline = up.with_clients(up.num_clients)
-        for name, rows in up.per_client.items():
-            frame = Frame.for_tensor(name, rows.shape[1:], rows.dtype, self.method.layers)
-            if name in up.layer_mask:
-                outline.layer_mask[name] = up.layer_mask[name].cpu()
-                frame = replace(frame, keep=outline.layer_mask[name])
-            frame = frame.after(received)
+        for name in up.per_client:
+            frame = Frame.of(up, name, self.method.layers).after(received)
             outline.pieces[name] = self._up.for_frame(frame).pieces(frame)
         names_layers = not self.adapter.needs_request(round)
         return torch.from_numpy(count_bytes(outline, self.method.layers, names_layers).total)
