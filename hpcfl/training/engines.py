@@ -49,9 +49,8 @@ class LoopEngine:
         label_smoothing: float = 0.0,
     ) -> None:
         self._layout, self._precision, self._label_smoothing = layout, precision, label_smoothing
-        self._network = training_copy(network)
-        # a working copy whose parameters and gradients are views of one flat vector each
-        self._working = copy.deepcopy(self._network)
+        # its parameters and gradients are views of one flat vector each
+        self._working = training_copy(network)
         theta, self._buffers = layout.flatten(self._working)
         self._theta, self._gradient = theta, torch.zeros_like(theta)
         views, gradients = layout.views(self._theta), layout.views(self._gradient)
@@ -68,7 +67,7 @@ class LoopEngine:
         if loss is cross_entropy_loss:
             return self._plain_gradient(tensors["theta"], buffers, one)
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
-        forward = Forward(self._network, self._layout, buffers[0], self._precision, self._label_smoothing)
+        forward = Forward(self._working, self._layout, buffers[0], self._precision, self._label_smoothing)
         value = loss(forward, leaves, one)
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
