@@ -12,10 +12,11 @@ from hpcfl.results.run import load_run
 
 
 def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
-    """Show how much better one run is than another, client by client, and which of their keys differ.
+    """Show the differences in accuracy between runs, client by client, and which of their keys differ.
 
-    The runs must have the same clients with the same samples. Runs of one configuration with several
-    seeds, such as A-s0 B-s0 A-s1 B-s1, are combined.
+    Each method is scored at its own moment; differences have 95 % confidence intervals. The runs must
+    have the same clients with the same samples. Runs of one configuration with several seeds, such as
+    A-s0 B-s0 A-s1 B-s1, are combined.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
     print(compare(*map(load_run, parser().parse_args(arguments).runs)))

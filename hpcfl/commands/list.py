@@ -79,9 +79,13 @@ def _chosen(words: Sequence[str]) -> list[Key]:
     known = keys()
     if not words:
         return known
+    of_kinds = {f"method.{name}" for name in METHODS} | {f"model.{name}" for name in MODELS}
+    of_kinds |= {f"data.partition.{name}" for name in PARTITIONS}
     found = []
     for word in words:
         of_word = [key for key in known if any(f"{name}.".startswith(f"{word}.") for name in _names(key))]
+        if not of_word and word in of_kinds:
+            raise UserError(f"{word} has no keys of its own; see hpcfl list keys")
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
             hint = did_you_mean(word, names, "; see hpcfl list keys")

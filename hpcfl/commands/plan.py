@@ -65,7 +65,7 @@ def parser() -> Parser:
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     whole: dict[str, Any] = {"type": whole_number, "metavar": "R"}
     parser.add_argument("--ranks", help="ranks of the run (default: those here, or 9)", **whole)
-    parser.add_argument("--ranks-per-node", help="(default: as here under mpirun, or a core each)", **whole)
+    parser.add_argument("--ranks-per-node", help="ranks on a node (default: as here, or one a core)", **whole)
     limit_help = "time limit of a job (default: what the run takes)"
     parser.add_argument("--time", type=seconds_of, metavar="HH:MM:SS", help=limit_help)
     parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")

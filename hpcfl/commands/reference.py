@@ -67,11 +67,12 @@ def about(group: str) -> str:
 
 
 def goes_with(method: type[Method]) -> list[str]:
-    """Return what a method takes and refuses beside its own keys, a phrase each."""
+    """Return what a method supports and refuses beside its own keys, a phrase each."""
     optimiser = ["server.optimiser"] if method.traits.averages else []
-    takes = [*optimiser, *(f"privacy.unit={unit}" for unit in method.private)]
+    supports = [*optimiser, *(f"privacy.unit={unit}" for unit in method.private)]
     refuses = [f"train.{key}" for key in method.traits.refuses]
-    return [f"{verb} {', '.join(names)}" for verb, names in (("takes", takes), ("refuses", refuses)) if names]
+    kinds = {"supports": supports, "refuses": refuses}
+    return [f"{verb} {', '.join(names)}" for verb, names in kinds.items() if names]
 
 
 def citation(group: str) -> str:

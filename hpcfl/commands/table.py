@@ -38,7 +38,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
     .tex, .csv, diagnostics.csv, figure.png. The same command resumes. key.sub=value, which no row or
-    column may set, is for all cells; the file of the data (data.source, data.path, ...) for --column's.
+    column may set, is for all cells; data.source, data.path and such are for those of a --column.
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
@@ -47,7 +47,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         - {method: {name: pfedla}, published: {many: 61.4}, tuned: train.lr of 0.1 and 0.2}
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
-    A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
+    A row's settings override its column's; `tuned`: on validation samples; `at`: after_download or
     after_training; `weighted: true` of a pair: by samples; `figure`: heat_maps, curves, bars or points.
     """
     options = parser().parse_intermixed_args(list(arguments))
@@ -122,7 +122,9 @@ def parser() -> Parser:
     parser.add_argument("--rounds", type=int, metavar="R", help="shrink: no cell has more rounds")
     parser.add_argument("--seeds", type=seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
-        "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
+        "--plan",
+        action="store_true",
+        help="only list cells and hours, by a dry run of each row and column",
     )
     parser.add_argument(
         "--no-run", action="store_true", help="run nothing: only show the table of what is finished"

@@ -44,7 +44,7 @@ class ElasticParams(Params):
 
 class Elastic(FedAvg):
     name = "elastic"
-    summary = "FedAvg with shorter steps in weights on which all clients' outputs depend alike"
+    summary = "FedAvg with smaller updates of weights to which all clients' outputs are sensitive"
     Params = ElasticParams
     params: ElasticParams
 

@@ -46,7 +46,9 @@ class FedDynParams(Params):
 
 class FedDyn(FedAvg):
     name = "feddyn"
-    summary = "FedAvg whose clients' losses are tilted until all come to rest in one place"
+    summary = (
+        "FedAvg with dynamic regularisation: a term in clients' losses lets all come to rest in one place"
+    )
     private = ("sample",)
     Params = FedDynParams
     traits = FedAvg.traits.replace(averages=())

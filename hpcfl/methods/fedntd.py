@@ -39,7 +39,7 @@ class FedNTDParams(Params):
 
 class FedNTD(FedAvg):
     name = "fedntd"
-    summary = "FedAvg whose clients keep the global model's view of the other classes"
+    summary = "FedAvg with not-true distillation: clients keep the global model's outputs for other classes"
     private = ("client",)
     Params = FedNTDParams
     traits = FedAvg.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
