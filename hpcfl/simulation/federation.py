@@ -185,12 +185,12 @@ class Federation:
         sent = Message(num_clients=len(cohort)) if self.world.is_server else None
         return self.upload(requests, cohort, Delivery(Message(num_clients=requests.num_clients), sent))
 
-    def upload(self, message: Message, cohort: Cohort, before: Delivery) -> Upload:
+    def upload(self, message: Message, cohort: Cohort, delivered: Delivery) -> Upload:
         """Send the uploads of this rank's members to the server. Collective, and so is the result.
 
-        `before` is everything that the members received in this round.
+        `delivered` is everything that the members received in this round.
         """
-        return self.channel.up(message, cohort, before.sent, self._coding(cohort, before.received))
+        return self.channel.up(message, cohort, delivered.sent, self._coding(cohort, delivered.received))
 
     def upload_bytes(self, up: Message, received: Message, round: int) -> Tensor:
         """Return the bytes that each client of a group sends, int64 [C], as the server would count them.

@@ -17,7 +17,7 @@ from hpcfl.methods.base import State
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.divergence import Divergence, on_all_ranks
+from hpcfl.simulation.divergence import Divergence
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, stack
 from hpcfl.simulation.local_round import Groups, LocalTraining
@@ -85,8 +85,8 @@ class Simulation:
             self._folder.write_partition(*self._experiment.samples_by_class)
         self._recorder.start(first)
         self._progress.start(first, train.rounds)
-        done, is_over = first, self._is_over(first)
-        while not is_over:
+        done, finished = first, self._is_over(first)
+        while not finished:
             began_s, waited_s = time.monotonic(), self._world.waited_s
             cohort = self._federation.placed(self.cohort(done))
             done += 1
@@ -98,14 +98,14 @@ class Simulation:
             if is_evaluated:
                 self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
-            is_over = self._is_over(done)
-            stops = not is_over and self._must_stop()
-            if is_over or stops or done % run.checkpoint_every == 0:
-                self._save(done, with_models=is_over)
-            self._progress.round_done(done, self.ledger, is_over)
+            finished = self._is_over(done)
+            stops = not finished and self._must_stop()
+            if finished or stops or done % run.checkpoint_every == 0:
+                self._save(done, with_models=finished)
+            self._progress.round_done(done, self.ledger, finished)
             if stops:
                 return "stopped"
-        # a finished run that is repeated without the key keeps its metrics
+        # a finished run that is repeated without run.metrics keeps its metrics
         wanted = run.metrics or (self._folder is not None and self._folder.keeps_metrics)
         has_metrics = self._world.maximum(int(wanted)) == 1
         added = self._evaluator.client_metrics(self.server, done) if has_metrics else None
@@ -130,29 +130,32 @@ class Simulation:
         return self._federation.cohort(number)
 
     def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
-        """Train and aggregate one cohort and record it; returns what `record_round` does. Collective."""
+        """Train and aggregate one cohort and record it. Collective.
+
+        Returns each client's accuracy right after training, as `Recorder.record_round` does.
+        """
         federation, adapter = self._federation, self._federation.adapter
-        # a client that requested layers knows which ones it gets, so no bytes for their indices
         has_request = adapter.needs_request(cohort.round)
+        # a client that requested layers knows which ones it gets, so no bytes for their indices
         traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
         places = federation.not_dropped(cohort)
         reached, here = federation.select(cohort, places)
         federation.migration.begin(federation.migrations(reached))
         groups = list(federation.groups(reached))
         message = federation.on_server(lambda: adapter.download(self.server, cohort))
-        before = federation.deliver(message, cohort)
-        traffic.count_down(before.sent)
+        delivered = federation.deliver(message, cohort)
+        traffic.count_down(delivered.sent)
         if len(reached) < len(cohort):
             traffic.keep(places)
-            before = before.select(here, places)
-        down = federation.on_device(before.received)
+            delivered = delivered.select(here, places)
+        down = federation.on_device(delivered.received)
         if has_request and len(reached):
             requests, response = self._exchange_requests(reached, groups, down, traffic)
             down |= requests | federation.on_device(response.received)
-            before |= response
+            delivered |= response
         moved = self._moved(traffic, reached)
-        local = self._local.train(groups, down, before.received, moved, is_evaluated)
-        late = [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))] if self._clock else []
+        local = self._local.train(groups, down, delivered.received, moved, is_evaluated)
+        late = self._all_late(local.late)
         diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
         left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
         members, up, places = reached, local.up, list(range(len(reached)))
@@ -160,14 +163,20 @@ class Simulation:
             places = [n for n, client in enumerate(reached.clients) if client not in left_out]
             members, here = federation.select(reached, places)
             traffic.keep(places)
-            up, before = up.select(here), before.select(here, places)
-        upload = federation.upload(up, members, before)
+            up, delivered = up.select(here), delivered.select(here, places)
+        upload = federation.upload(up, members, delivered)
         traffic.count_up(upload)
         if not self._world.is_server:
+            # serves what the server reads in `aggregate`
             upload.drain()
         federation.migration.end()
         federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
         return self._recorder.record_round(cohort, traffic, reached, local, places, diverged, late)
+
+    def _all_late(self, here: list[int]) -> list[int]:
+        """Return the members of all ranks that missed `clients.deadline_s`, given this one's. Collective."""
+        parts = self._world.all_gather(here) if self._clock is not None else []
+        return sorted(client for part in parts for client in part)
 
     def _moved(self, traffic: RoundTraffic, cohort: Cohort) -> Tensor:
         """Return the bytes so far of each of this rank's members, int64; 0 if they take no simulated time.
