@@ -15,27 +15,17 @@ from torch import Tensor
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.traffic import Traffic, count_bytes
+from hpcfl.communication.traffic import count_bytes
 from hpcfl.errors import UserError
 from hpcfl.methods import Method, pfedla
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
-from hpcfl.training.client_group import ClientGroup
 
 HEADS_BIAS = "hypernetworks/heads.bias"
 DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hypernetwork_lr=0.01")
 """From the first round on, models and weights differ."""
-
-STARTS = [
-    ("softmax", "zero"),
-    ("softmax", "default"),
-    ("softmax", "uniform"),
-    ("relu", "default"),
-    ("relu", "uniform"),
-]
-"""Each way to make weights with each first head that gives it a gradient."""
 
 
 def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
@@ -50,13 +40,16 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
     method.aggregate(server, cohort, GivenUpload(blocks, MethodAdapter(method).download(server, cohort)))
 
 
-def traffic(run: Run, clients: Sequence[int]) -> Traffic:
-    """Count what the server would send now."""
-    message = run.driver.download(run.server, cohort_of(run.method, clients))
-    return count_bytes(message, run.method.layers)
-
-
 # Weights that make pFedLA another method
+
+
+HALF_WITH_BATCHNORM = ("train.participation=0.5", "model.batchnorm=true")
+
+
+def assert_local(ours: Run, local: Run) -> None:
+    assert torch.equal(ours.server["theta"], local.clients["theta"])
+    torch.testing.assert_close(ours.evaluated(), local.evaluated(), rtol=0, atol=0)
+    assert not torch.equal(local.clients["theta"][0], local.clients["theta"][1])
 
 
 class SampleWeights(PFedLA):
@@ -86,22 +79,18 @@ def test_weights_by_samples_are_fedavg() -> None:
     assert (expected[0] - ours.method.context.initial_parameters()).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("participation", "batchnorm"), [(1.0, "true"), (0.5, "false")])
-def test_one_hot_weights_are_local_training_to_the_bit(participation: float, batchnorm: str) -> None:
-    keys = (f"train.participation={participation}", f"model.batchnorm={batchnorm}")
-    local = Run(*keys, "method.name=local")
-    ours = Run(*keys, "method.hypernetwork_lr=0", kind=OwnModelOnly)
-    assert torch.equal(ours.server["theta"], local.clients["theta"])
-    theirs = local.evaluated()
-    for name, value in ours.evaluated().items():
-        assert torch.equal(value, theirs[name])
-    assert not torch.equal(local.clients["theta"][0], local.clients["theta"][1])
+def test_one_hot_weights_are_local_training_to_the_bit() -> None:
+    local = Run(*HALF_WITH_BATCHNORM, "method.name=local")
+    ours = Run(*HALF_WITH_BATCHNORM, "method.hypernetwork_lr=0", kind=OwnModelOnly)
+    assert_local(ours, local)
 
 
 # Weights
 
 
-@pytest.mark.parametrize(("weights", "head_init"), STARTS)
+@pytest.mark.parametrize(
+    ("weights", "head_init"), [("softmax", "default"), ("softmax", "uniform"), ("relu", "uniform")]
+)
 def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: str, head_init: str) -> None:
     run = Run(f"method.weights={weights}", f"method.head_init={head_init}", "method.hypernetwork_lr=0.02")
     alpha = run.method.alpha(run.server, range(4))
@@ -124,12 +113,13 @@ def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> 
 def test_relu_without_a_gradient_is_refused_and_its_default_has_one() -> None:
     with pytest.raises(UserError, match=r"^method\.head_init=zero with method\.weights=relu .*uniform"):
         Run("method.weights=relu", "method.head_init=zero")
-    default, public = Run("method.weights=relu"), Run("method.weights=relu", "method.head_init=uniform")
-    assert all(torch.equal(default.server[name], public.server[name]) for name in public.server)
+    default = Run("method.weights=relu", "train.rounds=1")
+    public = Run("method.weights=relu", "train.rounds=1", "method.head_init=uniform")
+    torch.testing.assert_close(default.server, public.server, rtol=0, atol=0)
 
 
 def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_finite() -> None:
-    run = Run("method.weights=relu", "method.head_init=uniform", "method.initial_models=own")
+    run = Run("method.weights=relu", "method.initial_models=own", "train.rounds=1")
     run.server["hypernetworks/heads.bias"][1, 2] = -1e6
     alpha = run.method.alpha(run.server, range(4))
     assert alpha[1, 2].tolist() == [0.0, 1.0, 0.0, 0.0]
@@ -141,9 +131,10 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 # The hypernetworks' step
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "scaled", "adam"])
+@pytest.mark.parametrize("optimiser", ["scaled", "adam"])
 def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
-    run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
+    keys = ("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
+    run = Run(*keys, "train.rounds=1")
     server = run.driver.initial_server()
     server["optimiser/largest_update"][0] = 1e-3  # it took part before
     before, other = run.method.alpha(server, [0]), server["theta"][1:2].clone()
@@ -151,59 +142,6 @@ def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optim
     after = run.method.alpha(server, [0])
     assert (after[0, :, 1] > before[0, :, 1]).all()
     assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
-
-
-def test_a_hypernetwork_waits_for_the_second_time_of_its_client_which_then_has_a_trained_model() -> None:
-    step = ("method.optimiser=sgd", "method.hypernetwork_lr=1")
-    run = Run(*DIVERSE, *step, "method.head_init=uniform", "train.rounds=1", "train.participation=0.5")
-    cohort = list(run.simulation.cohort(0).clients)
-    new = [client for client in range(4) if client not in cohort]
-    for waits in (True, False):
-        before = hypernetworks({name: rows.clone() for name, rows in run.server.items()})
-        aggregate(run.method, run.server, range(4), run.server["theta"] + 0.1)
-        for name, rows in hypernetworks(run.server).items():
-            assert torch.equal(before[name][new], rows[new]) == waits, name
-            assert not torch.equal(before[name][cohort], rows[cohort]), name
-
-
-@pytest.mark.parametrize("weights", ["softmax", "relu"])
-@pytest.mark.parametrize("layer", ["module", "tensor"])
-@pytest.mark.usefixtures("double")
-def test_closed_form_is_the_gradient_through_the_stacked_models(weights: str, layer: str) -> None:
-    run = Run(
-        *DIVERSE,
-        "train.rounds=1",
-        "model.batchnorm=true",
-        f"method.weights={weights}",
-        f"method.layer={layer}",
-        "method.head_init=uniform",
-        "method.optimiser=sgd",
-        "method.hypernetwork_lr=1",
-    )
-    method, server = run.method, run.server
-    stream = torch.Generator().manual_seed(0)
-    trained = server["theta"][[0, 2]] + 0.1 * torch.randn(2, method.layout.size, generator=stream)
-    models, before = server["theta"].clone(), {name: tensor.clone() for name, tensor in server.items()}
-    for row, client in enumerate((0, 2)):
-        twin = OneClient(method.hypernetworks, hypernetworks(before), client)
-        alpha = normalised(twin(), weights)
-        mixed = torch.cat(
-            [
-                (alpha[number].unsqueeze(1) * models[:, part.start : part.stop]).sum(dim=0)
-                for number, part in enumerate(method.layers)
-            ]
-        )
-        mixed.backward(mixed.detach() - trained[row])
-        expected = twin.tensors(method.hypernetworks, gradients=True)
-        if row == 0:
-            aggregate(method, server, [0, 2], trained)
-        for name, gradient in expected.items():
-            moved = before[f"hypernetworks/{name}"][client] - server[f"hypernetworks/{name}"][client]
-            torch.testing.assert_close(
-                moved, gradient, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-            )
-            assert gradient.abs().max() > 1e-6
-    assert torch.equal(server["theta"][[0, 2]], trained)
 
 
 # Heads of low rank
@@ -319,14 +257,14 @@ class SlowTwin:
 
     def mixture(self, client: int, models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         alpha = normalised(self.hypernetworks[client](), self.params.weights)
-        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in models[0]))
-        mixed = {}
-        for name in models[0]:
-            layer = modules.index(name.rpartition(".")[0])
-            mixed[name] = sum(
-                (alpha[layer, j] * model[name] for j, model in enumerate(models)), torch.tensor(0.0)
+        of_layer = {n: n if self.params.layer == "tensor" else n.rpartition(".")[0] for n in models[0]}
+        layers = list(dict.fromkeys(of_layer.values()))
+        return {
+            name: torch.einsum(
+                "j,j...->...", alpha[layers.index(layer)], torch.stack([m[name] for m in models])
             )
-        return mixed
+            for name, layer in of_layer.items()
+        }
 
     def round(self, number: int) -> None:
         models = self.models()
@@ -355,7 +293,7 @@ class SlowTwin:
         ("method.optimiser=sgd", "method.hypernetwork_lr=10", *UNEQUAL),
         ("method.optimiser=adam", "train.participation=0.5", "train.rounds=5"),
         ("method.optimiser=scaled", "method.hypernetwork_lr=1", "train.participation=0.5", "train.rounds=5"),
-        ("method.weights=relu", "method.head_init=uniform", "model.batchnorm=true"),
+        ("method.weights=relu", "method.head_init=uniform", "model.batchnorm=true", "method.layer=tensor"),
         ("method.head_init=zero", "method.initial_models=common", "train.local_epochs=2"),
     ],
 )
@@ -413,37 +351,17 @@ def test_each_layer_of_the_chosen_granularity_has_weights_of_its_own(layer: str,
         torch.testing.assert_close(rows[:, part], alpha[:, number] @ source[:, part], rtol=1e-5, atol=1e-6)
 
 
-def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_layer() -> None:
+def test_mixed_statistics_are_kept_and_sent_by_the_server() -> None:
     run = Run(*DIVERSE, "model.batchnorm=true", "train.buffers=mixed", "train.participation=0.5")
     assert "buffers" not in run.clients
     seen = {client for number in range(3) for client in run.simulation.cohort(number).clients}
     initial = run.method.initial_buffers()
     for client, row in enumerate(run.server["buffers"]):
         assert torch.equal(row, initial) != (client in seen)
-    alpha = run.method.alpha(run.server, range(4))
-    bn1, bn2 = alpha[:, 1], alpha[:, 3]
-    expected = torch.cat([bn1 @ run.server["buffers"][:, :32], bn2 @ run.server["buffers"][:, 32:]], dim=1)
-    torch.testing.assert_close(run.evaluated()["buffers"], expected)
-    counted = traffic(run, range(4))
+    message = run.driver.download(run.server, cohort_of(run.method, range(4)))
+    counted = count_bytes(message, run.method.layers)
     assert counted.buffers.tolist() == [4 * 96] * 4
     assert counted.of_numbers.tolist() == [4 * 13_802] * 4
-
-
-def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
-    run = Run(*DIVERSE, *UNEQUAL, "train.rounds=1", "model.batchnorm=true", "train.buffers=average")
-    method, samples = run.method, run.method.context.num_samples
-    sent = MethodAdapter(method).download(MethodAdapter(method).initial_server(), cohort_of(method, range(4)))
-    trained = []
-    for client in range(4):
-        alone = ClientGroup(run.workplace, [client], 0)
-        trained.append(
-            MethodAdapter(method)
-            .train(alone, sent.select(slice(client, client + 1)))
-            .per_client["buffers"][0]
-        )
-    expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
-    torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(run.evaluated()["buffers"], run.server["buffers"].expand(4, -1))
 
 
 # HeurpFedLA
@@ -468,15 +386,16 @@ def test_heurpfedla_keeps_the_fully_connected_layers_unless_adam_takes_the_scale
     run = Run(
         "method.name=heurpfedla",
         "data.clients=8",
+        "data.per_client=24",
         "data.partition.classes_per_client=4",
         "model.batchnorm=true",
-        "train.rounds=12",
+        "train.rounds=8",
         *settings,
     )
     by_layer = run.server["retained_rounds"].sum(dim=0)
     assert [layer.name for layer in run.method.layers] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]
     # of two rounds no weight tells layers apart; Adam's may later
-    assert 8 * 9 < by_layer.sum() <= 8 * 10
+    assert 8 * 5 < by_layer.sum() <= 8 * 6
     # a uniform choice would give these two of six layers a third
     assert least <= float(by_layer[-2:].sum() / by_layer.sum()) <= most
 
@@ -490,24 +409,16 @@ def test_k_zero_is_pfedla_to_the_bit(buffers: str) -> None:
     keys = (*DIVERSE, "model.batchnorm=true", f"train.buffers={buffers}", "train.participation=0.75")
     pfedla = Run(*keys)
     ours = Run(*keys, "method.name=heurpfedla", "method.k=0")
-    assert set(ours.server) == set(pfedla.server)
-    assert all(torch.equal(ours.server[name], tensor) for name, tensor in pfedla.server.items())
-    assert set(ours.clients) == set(pfedla.clients)
-    assert all(torch.equal(ours.clients[name], tensor) for name, tensor in pfedla.clients.items())
+    torch.testing.assert_close((ours.server, ours.clients), (pfedla.server, pfedla.clients), rtol=0, atol=0)
     assert torch.equal(ours.bytes_by_client, pfedla.bytes_by_client)
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_k_all_layers_is_local_training_to_the_bit_and_downloads_nothing(participation: float) -> None:
-    keys = ("model.batchnorm=true", f"train.participation={participation}")
-    local = Run(*keys, "method.name=local")
-    ours = Run(*keys, "method.name=heurpfedla", "method.k=6", "method.hypernetwork_lr=0.1")
-    assert torch.equal(ours.server["theta"], local.clients["theta"])
-    assert torch.equal(ours.clients["theta"], local.clients["theta"])
-    theirs = local.evaluated()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.evaluated().items())
-    assert ours.bytes_by_client[:, 0].tolist() == [0] * 4
-    assert ours.bytes_by_client[:, 1].sum() == 3 * round(4 * participation) * 4 * 13_802
+def test_k_all_layers_is_local_training_to_the_bit_and_downloads_nothing() -> None:
+    keys = ("method.name=heurpfedla", "method.k=6", "method.hypernetwork_lr=0.1")
+    ours = Run(*HALF_WITH_BATCHNORM, *keys)
+    assert_local(ours, Run(*HALF_WITH_BATCHNORM, "method.name=local"))
+    assert torch.equal(ours.clients["theta"], ours.server["theta"])
+    assert ours.bytes_by_client.sum(dim=0).tolist() == [0, 3 * 2 * 4 * 13_802]
 
 
 def test_more_layers_than_there_are_cannot_be_retained() -> None:
@@ -601,11 +512,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("data", "kept", "bytes_down", "cost_mib"),
     [
         ("emnist", (), 343_288, 491.077),
-        ("emnist", ("fc3",), 339_888, 488.646),
         ("emnist", ("fc3", "fc1"), 93_648, 312.521),
         ("cifar", (), 485_112, 693.958),
-        ("cifar", ("fc1",), 100_632, 418.957),
-        ("cifar", ("fc1", "conv2"), 49_304, 382.244),
         ("cifar", ("fc1", "conv2", "fc3"), 45_904, 379.812),
     ],
 )
