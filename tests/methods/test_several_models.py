@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, method_of, work
+from by_hand import SLIPPERY, SOME, method_of, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
@@ -475,10 +475,7 @@ class SlowTwin:
         """Return one component and its statistics after local training, weighed by share [n]."""
         x, y = self.run.workplace.shard.samples("train", client)
         theta, statistics = self.theta[number].clone().requires_grad_(), self.statistics[number].clone()
-        lr = self.train.lr * self.train.lr_decay**round
-        optimiser = torch.optim.SGD(
-            [theta], lr, momentum=self.train.momentum, weight_decay=self.train.weight_decay
-        )
+        optimiser = torchs_optimiser(self.run, [theta], round)
         stream = torch_stream(self.run.config.run.seed, "batches", round, client)
         for _ in range(self.train.local_epochs):
             order = torch.randperm(len(y), generator=stream)
