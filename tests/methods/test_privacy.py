@@ -138,14 +138,6 @@ def test_a_round_of_nobody_moves_the_layers_that_travel_by_noise_alone() -> None
 
 
 @pytest.mark.usefixtures("double")
-def test_without_noise_and_clipping_clients_train_as_fedavg_does() -> None:
-    """All have as many samples, so that equal weights are FedAvg's."""
-    loose = ["privacy.unit=client", "privacy.clip=1e6", "privacy.noise=1e-15"]
-    private, plain = (Run(*PLAIN, "method.name=fedavg", *more) for more in (loose, []))
-    torch.testing.assert_close(private.server["theta"], plain.server["theta"], rtol=0, atol=1e-8)
-
-
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
     keys = [*UNEQUAL, *PLAIN, *OF_SAMPLES, "train.rounds=1", f"run.engine={engine}"]
