@@ -197,6 +197,13 @@ FIRST_TRAFFIC = {"fedfomo": Traffic(0, P), "feddbe": Traffic(P, P + F, U, U)}
 server no mean of features."""
 
 
+COUNTED = {
+    **dict.fromkeys(("bytes_down", "bytes_up", "buffer_bytes_down", "buffer_bytes_up"), 4),
+    **dict.fromkeys(("index_bytes_down", "index_bytes_up"), 1),
+}
+"""Columns of the ledger in the order of `Traffic`, and the bytes of what it counts."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_traffic(folder: Callable[..., Path], case: str) -> None:
     sent = expected("TRAFFIC", TRAFFIC, case)
@@ -212,18 +219,10 @@ def test_traffic(folder: Callable[..., Path], case: str) -> None:
     ]
     assert by_client.tolist() == [[4 * down, 4 * up] for down, up in numbers]
     counted = dict(zip(METRICS, metrics, strict=True))
-    units = {
-        "bytes_down": ("down", 4),
-        "bytes_up": ("up", 4),
-        "buffer_bytes_down": ("statistics_down", 4),
-        "buffer_bytes_up": ("statistics_up", 4),
-        "index_bytes_down": ("ids_down", 1),
-        "index_bytes_up": ("ids_up", 1),
-    }
     early = sum(is_first)
     totals = {
-        name: unit * ((sum(SAMPLED) - early) * getattr(sent, of) + early * getattr(first, of))
-        for name, (of, unit) in units.items()
+        name: width * ((sum(SAMPLED) - early) * in_others + early * in_first)
+        for (name, width), in_others, in_first in zip(COUNTED.items(), sent, first, strict=True)
     }
     assert {name: counted[name] for name in totals} == totals
 
