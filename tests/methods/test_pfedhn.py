@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from by_hand import loss, work
 from harness import Run, random
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from uploads import GivenUpload
 
@@ -32,41 +32,25 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 STEP = tuple(f"method.hypernetwork_{name}={value}" for name, value in SGD.items())
 
 
-class Twin(nn.Module):
-    """A generator as its authors build it: linear layers with ReLU between them, then the outputs."""
+def generated(leaves: Mapping[str, Any], client: int) -> Tensor:
+    """Generate as the authors do: linear layers with ReLU between them, then the outputs."""
+    hidden, layers = leaves["embedding"][client], sum("trunk" in name for name in leaves) // 2
+    for number in range(1, layers + 1):
+        hidden = hidden.relu() if number > 1 else hidden
+        hidden = linear(hidden, leaves[f"trunk{number}.weight"], leaves[f"trunk{number}.bias"])
+    return linear(hidden, leaves["head.weight"], leaves["head.bias"])
 
-    def __init__(self, shape: Generator, state: State) -> None:
-        super().__init__()
-        self.embedding = nn.ParameterList([row.clone() for row in state["embedding"]])
-        sizes = [shape.embedding] + (shape.hidden_layers + 1) * [shape.hidden]
-        trunk: list[nn.Module] = [nn.Linear(sizes[0], sizes[1])]
-        for inputs, outputs in pairwise(sizes[1:]):
-            trunk += [nn.ReLU(), nn.Linear(inputs, outputs)]
-        self.trunk = nn.Sequential(*trunk)
-        self.head = nn.Linear(shape.hidden, shape.outputs)
-        for name, tensor in self.tensors().items():
-            if name != "embedding":
-                tensor.copy_(state[name])
 
-    def forward(self, client: int) -> Tensor:
-        return self.head(self.trunk(self.embedding[client]))
+def leaves_of(state: State) -> State:
+    return {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
 
-    def linears(self) -> dict[str, nn.Module]:
-        layers = [module for module in self.trunk if isinstance(module, nn.Linear)]
-        return {f"trunk{number}": module for number, module in enumerate(layers, start=1)} | {
-            "head": self.head
-        }
 
-    def tensors(self, *, gradients: bool = False) -> State:
-        """Return the weights (or their gradients) under the names of the generator's state."""
+def detached(leaves: State) -> State:
+    return {name: leaf.detach() for name, leaf in leaves.items()}
 
-        def value(parameter: Any) -> Tensor:
-            return parameter.grad if gradients else parameter.data
 
-        state = {"embedding": torch.stack([value(row) for row in self.embedding])}
-        for name, module in self.linears().items():
-            state[f"{name}.weight"], state[f"{name}.bias"] = value(module.weight), value(module.bias)
-        return state
+def gradients_of(leaves: State) -> State:
+    return {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def part(server: State) -> State:
@@ -96,10 +80,6 @@ def whole(gradients: Gradients) -> State:
     return gradients.others | {"head.weight": gradients.slopes.T @ gradients.features}
 
 
-def length_of(gradients: State) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
-
-
 def close(found: State, expected: State) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
@@ -112,21 +92,16 @@ def close(found: State, expected: State) -> None:
 def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> None:
     shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=hidden_layers)
     state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
-    kept = {name: tensor.clone() for name, tensor in state.items()}
-    clients, slopes = [3, 1], random(2, 17, seed=99)
-    twin = Twin(shape, state)
-    models = torch.stack([twin(client) for client in clients])
+    leaves, clients, slopes = leaves_of(state), [3, 1], random(2, 17, seed=99)
+    models = torch.stack([generated(leaves, client) for client in clients])
     torch.testing.assert_close(shape.generate(state, clients), models.detach(), rtol=0, atol=1e-12)
     (models * slopes).sum().backward()
     gradients = whole(shape.gradients(state, clients, slopes))
-    for client in (0, 2, 4):
-        assert twin.embedding[client].grad is None
-        twin.embedding[client].grad = torch.zeros(3)
-    expected = twin.tensors(gradients=True)
+    expected = gradients_of(leaves)
     expected["embedding"] = expected["embedding"][clients]
     close(gradients, expected)
     assert all(gradient.abs().max() > 1e-3 for gradient in gradients.values())
-    close(state, kept)
+    close(state, detached(leaves))
     assert not any(tensor.requires_grad for tensor in state.values())
 
 
@@ -134,18 +109,15 @@ def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> 
 
 
 def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() -> None:
-    common, drawn = (
-        Run(OURS, "train.rounds=1", f"method.start={start}").method for start in ("common", "drawn")
+    common, drawn = (Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn"))
+    initial = common.method.context.initial_parameters()
+    equal, apart = (
+        run.driver.download(run.driver.initial_server(), cohort_of(run, range(4)))["theta"]
+        for run in (common, drawn)
     )
-    everyone = Cohort(0, (0, 1, 2, 3), common.context.num_samples)
-    initial = common.context.initial_parameters()
-    assert torch.equal(
-        MethodAdapter(common).download(MethodAdapter(common).initial_server(), everyone)["theta"],
-        initial.expand(4, -1),
-    )
-    models = MethodAdapter(drawn).download(MethodAdapter(drawn).initial_server(), everyone)["theta"]
-    assert torch.pdist(models).min() > 1
-    assert (models - initial).abs().max() > 0.1
+    assert torch.equal(equal, initial.expand(4, -1))
+    assert torch.pdist(apart).min() > 1
+    assert (apart - initial).abs().max() > 0.1
 
 
 # The server's step
@@ -197,40 +169,43 @@ def test_a_step_makes_nothing_as_large_as_the_hypernetworks_head(step: str) -> N
 @pytest.mark.usefixtures("double")
 def test_one_mean_step_is_torchs_sgd_on_the_mean_product(clip: float) -> None:
     run, server = method_of("method.server_step=mean", *STEP, f"method.clip={clip}")
-    twin = Twin(run.method.generator, part(server))
-    optimiser = torch.optim.SGD(twin.parameters(), **SGD)
+    leaves = leaves_of(part(server))
+    optimiser = torch.optim.SGD(leaves.values(), **SGD)
     for number in range(3):
         deltas = 0.1 * random(4, MODEL, seed=number)
         optimiser.zero_grad()
-        sum((twin(client) * deltas[client]).sum() / 4 for client in range(4)).backward()
-        length = length_of(twin.tensors(gradients=True))
+        sum(generated(leaves, client) @ deltas[client] / 4 for client in range(4)).backward()
+        length = torch.cat([gradient.flatten() for gradient in gradients_of(leaves).values()]).norm()
         assert 0.5 < length < 1e9
-        for parameter in twin.parameters():
-            parameter.grad *= min(1.0, clip / length)
+        for leaf in leaves.values():
+            leaf.grad *= min(1.0, clip / length)
         optimiser.step()
         answer(run, server, range(4), deltas)
-        close(part(server), twin.tensors())
+        close(part(server), detached(leaves))
 
 
 @pytest.mark.usefixtures("double")
 def test_sequential_steps_are_torchs_sgd_one_client_after_the_other() -> None:
     run, server = method_of("method.server_step=sequential", *STEP, "method.clip=0.5")
-    twin = Twin(run.method.generator, part(server))
-    shared = [parameter for module in twin.linears().values() for parameter in module.parameters()]
+    leaves = leaves_of(part(server))
+    embedding = [row.detach().requires_grad_() for row in leaves.pop("embedding")]
+    shared = list(leaves.values())
     # an embedding's momentum and decay act when its client does
-    optimisers = [torch.optim.SGD(group, **SGD) for group in (shared, *([row] for row in twin.embedding))]
+    optimisers = [torch.optim.SGD(group, **SGD) for group in (shared, *([row] for row in embedding))]
     lengths = []
     for number, clients in enumerate(((0, 2, 3), (1, 2))):
         deltas = 0.1 * random(len(clients), MODEL, seed=number)
         for delta, client in zip(deltas, clients, strict=True):
-            twin.zero_grad()
-            (twin(client) * delta).sum().backward()
-            lengths.append(float(nn.utils.clip_grad_norm_([*shared, twin.embedding[client]], 0.5)))
-            optimisers[0].step()
-            optimisers[1 + client].step()
+            for optimiser in optimisers:
+                optimiser.zero_grad()
+            (generated(leaves | {"embedding": embedding}, client) @ delta).backward()
+            lengths.append(float(nn.utils.clip_grad_norm_([*shared, embedding[client]], 0.5)))
+            for optimiser in optimisers[0], optimisers[1 + client]:
+                optimiser.step()
         answer(run, server, clients, deltas)
     # torch's clipping adds 1e-6 to the length
-    torch.testing.assert_close(part(server), twin.tensors(), rtol=0, atol=1e-6)
+    expected = detached(leaves | {"embedding": torch.stack(embedding)})
+    torch.testing.assert_close(part(server), expected, rtol=0, atol=1e-6)
     assert min(lengths) > 0.5
 
 
