@@ -10,11 +10,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, is_batchnorm, work
+from by_hand import SLIPPERY, SOME, batches_of, is_batchnorm, loss, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
@@ -83,7 +81,7 @@ def nearest_on_simplex(point: Tensor) -> Tensor:
 
 
 class SlowTwin:
-    """pFedMB with torch's SGD and autograd through the explicit sum over branches; no BatchNorm."""
+    """pFedMB with torch's SGD and autograd through the sum over branches; no BatchNorm."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.params, self.train = run, run.config.method.options, run.config.train
@@ -97,30 +95,21 @@ class SlowTwin:
         return (alpha if self.params.constraint == "softmax" else kept).expand(LAYERS, -1)
 
     def mixed(self, kept: Tensor, branches: Tensor) -> Tensor:
-        alpha = self.alpha(kept)
-        parts = []
-        for number, layer in enumerate(self.run.method.layers):
-            weighted = [
-                alpha[number, b] * branch[layer.start : layer.stop] for b, branch in enumerate(branches)
-            ]
-            parts.append(torch.stack(weighted).sum(dim=0))
-        return torch.cat(parts)
+        layers = zip(self.alpha(kept), self.run.method.layers, strict=True)
+        return torch.cat([weights @ branches[:, layer.start : layer.stop] for weights, layer in layers])
 
     def sgd(self, client: int, round: int, purpose: str, kept: Tensor, branches: Tensor) -> Tensor:
         """Train alpha or the branches, whichever wants a gradient, and return it."""
         of_alpha = kept.requires_grad
         leaf = kept if of_alpha else branches
-        decay = self.train.lr_decay**round
-        lr = (self.params.alpha_lr if of_alpha else self.train.lr) * decay
-        momentum = 0.0 if of_alpha else self.train.momentum
-        decays = 0.0 if of_alpha else self.train.weight_decay
-        optimiser = torch.optim.SGD([leaf], lr=lr, momentum=momentum, weight_decay=decays)
+        alpha_lr = self.params.alpha_lr * self.train.lr_decay**round
+        optimiser = (
+            torch.optim.SGD([leaf], alpha_lr) if of_alpha else torchs_optimiser(self.run, [leaf], round)
+        )
         for x, y in batches_of(self.run, client, round, purpose):
             optimiser.zero_grad()
-            model = self.run.method.layout.views(self.mixed(kept, branches))
-            cross_entropy(functional_call(self.run.method.context.network, model, x), y).backward()
+            loss(self.run, self.mixed(kept, branches), x, y).backward()
             if not of_alpha and self.params.step == "mixture":
-                assert leaf.grad is not None
                 for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
                     leaf.grad[:, layer.start : layer.stop] /= (alpha**2).sum()
             optimiser.step()
@@ -148,13 +137,12 @@ class SlowTwin:
         for client in self.run.simulation.cohort(number).clients:
             kept, trained = self.routine(client, number, "batches")
             self.kept[client] = kept
-            for b in range(self.params.branches):
-                for layer, alpha in zip(self.run.method.layers, self.alpha(kept)[:, b], strict=True):
-                    part = slice(layer.start, layer.stop)
-                    weight = float(self.run.method.context.num_samples[client])
-                    weight *= float(alpha) if self.params.aggregation == "alpha" else 1.0
-                    above[b, part] += weight * trained[b, part]
-                    below[b, part] += weight
+            for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
+                part, shares = slice(layer.start, layer.stop), alpha.unsqueeze(1)
+                shares = shares if self.params.aggregation == "alpha" else torch.ones_like(shares)
+                weights = self.run.method.context.num_samples[client] * shares
+                above[:, part] += weights * trained[:, part]
+                below[:, part] += weights
         self.branches = torch.where(below > 0, above / below, self.branches)
 
 
