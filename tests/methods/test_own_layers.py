@@ -43,10 +43,8 @@ def in_batchnorm(name: str) -> bool:
     return ".bn" in name
 
 
-def before_the_last(count: int) -> Names:
-    """Return which parameters stay if the last `count` of conv1, bn1, conv2, bn2, fc1, fc2 travel."""
-    stay = ("conv1", "bn1", "conv2", "bn2", "fc1", "fc2")[: 6 - count]
-    return lambda name: name.split(".")[1] in stay
+def before_the_last_three(name: str) -> bool:
+    return name.split(".")[1] in ("conv1", "bn1", "conv2")
 
 
 def numbers(run: Run, is_wanted: Names) -> Tensor:
@@ -105,7 +103,7 @@ THREE_EPOCHS_LOCAL = ("train.local_epochs=3", "train.buffers=local")
             in_head,
             [("head", 1, "head."), ("batches", 2, "body.")],
         ),
-        (("method.name=lg_fedavg", "method.global_layers=3"), before_the_last(3), TOGETHER),
+        (("method.name=lg_fedavg", "method.global_layers=3"), before_the_last_three, TOGETHER),
         (("method.name=fedbn",), in_batchnorm, TOGETHER),
         (("method.name=fedbabu", "train.finetune_epochs=0"), in_head, [("batches", None, "body.")]),
     ],
