@@ -6,16 +6,16 @@ Twins in plain torch go through whole rounds in float64.
 from __future__ import annotations
 
 import math
-from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from by_hand import (
+    SLIPPERY,
     batches_of,
     gradient,
     loss,
     mean_by_samples,
-    method_of,
     network_with,
     step_size,
     torchs_optimiser,
@@ -24,130 +24,61 @@ from by_hand import (
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from uploads import GivenUpload
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.errors import UserError
-from hpcfl.methods.fedphp import FedPHP
-from hpcfl.methods.pfedme import PFedMe
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import discrepancy
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
-DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802
+DIGITS_CNN = 13_706
 MLP = ("model.name=mlp", "model.hidden=[16]")
 SOME = (*UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 """Two of four clients in a round, all of them unequal, and smaller steps each round."""
 
-BATCHNORM = ("model.batchnorm=true", "train.buffers=local", "train.momentum=0.9", "train.weight_decay=0.01")
+STATISTICS = (*SOME, "model.batchnorm=true", "train.buffers=local", *SLIPPERY)
 
 
-@cache
-def finished(*keys: str) -> Run:
-    """Return a run that several tests compare with; none may change it."""
-    return Run(*keys)
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 # What is common to all
 
 
-ALL = {
-    "ditto": (DITTO,),
-    "apfl": (APFL,),
-    "pfedme": (PFEDME, "train.lr=0.05"),
-    "fedphp": (FEDPHP,),
-    "fedamp": ("method.name=fedamp",),
-    "fedamp-cosine": ("method.name=fedamp", "method.weights=cosine"),
-    "pfedgraph": ("method.name=pfedgraph",),
-    "fedcac": ("method.name=fedcac",),
-    "pfedsim": ("method.name=pfedsim", "method.warm_up=0"),
-    "fedfomo": ("method.name=fedfomo", "method.models=2"),
-    "fedafk": ("method.name=fedafk",),
-}
-"""Every method of this kind."""
-
-
-class SteadyFedPHP(FedPHP):
-    """FedPHP whose earlier rounds do not hang on how many follow."""
-
-    _rounds_of_a_client = 1.5  # type: ignore[assignment]
-
-
-@cache
-def after(case: str, rounds: int) -> Run:
-    """Run so many rounds, two of four clients in each; FedPHP's p T is the same for any number of them."""
-    keys = (*ALL[case], *UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5")
-    return Run(*keys, f"train.rounds={rounds}", kind=SteadyFedPHP if case == "fedphp" else None)
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_unsampled_clients_keep_what_they_have_to_the_bit(case: str) -> None:
-    two, three = after(case, 2), after(case, 3)
-    sampled = list(three.simulation.cohort(2).clients)
-    rest = sorted(set(range(4)) - set(sampled))
-    assert len(sampled) == len(rest) == 2
-    # one of them has trained before
-    assert set(rest) & {c for number in (0, 1) for c in three.simulation.cohort(number).clients}
-    for earlier, later in ((two.clients, three.clients), (two.evaluated(), three.evaluated())):
-        assert {"theta", "buffers"} <= set(earlier)
-        for name, value in earlier.items():
-            assert torch.equal(later[name][rest], value[rest])
-        for name in ("theta", "buffers"):
-            assert (later[name] != earlier[name]).any(dim=1)[sampled].all()
-
-
-@pytest.mark.parametrize("common", [SOME, BATCHNORM])
 @pytest.mark.parametrize(
     ("own", "keys"),
-    [("theta", (DITTO, "method.pull=0")), ("own", (APFL, "method.alpha=1", "method.alpha_lr=0"))],
-)
-def test_without_a_tie_v_is_local_and_w_is_fedavg_to_the_bit(
-    own: str, keys: tuple[str, ...], common: tuple[str, ...]
-) -> None:
-    run = Run(*keys, *common)
-    local, fedavg = (finished(f"method.name={name}", *common) for name in ("local", "fedavg"))
-    assert torch.equal(run.clients[own], local.clients["theta"])
-    assert torch.equal(run.server["theta"], fedavg.server["theta"])
-    expected = local.evaluated()
-    for name, value in run.evaluated().items():
-        assert torch.equal(value, expected[name])
-
-
-@pytest.mark.parametrize(
-    ("keys", "common"),
     [
-        ((DITTO,), SOME),
-        ((APFL,), BATCHNORM),
-        ((FEDPHP, "method.transfer=0"), SOME),
-        ((FEDPHP, "method.transfer=0"), BATCHNORM),
+        ("theta", (DITTO, "method.pull=0")),
+        ("own", (APFL, "method.alpha=1", "method.alpha_lr=0")),
+        (None, (FEDPHP, "method.transfer=0")),
     ],
 )
-def test_what_clients_keep_does_not_touch_w(keys: tuple[str, ...], common: tuple[str, ...]) -> None:
-    run = Run(*keys, *common)
-    assert torch.equal(run.server["theta"], finished("method.name=fedavg", *common).server["theta"])
-    assert (run.evaluated()["theta"] - run.server["theta"]).abs().amax(dim=1).min() > 1e-3
+def test_without_a_tie_w_is_fedavg_and_v_is_local_to_the_bit(own: str | None, keys: tuple[str, ...]) -> None:
+    """FedPHP's own models inherit from what was trained in the round."""
+    run = Run(*STATISTICS, *keys)
+    local, fedavg = (Run(*STATISTICS, f"method.name={name}") for name in ("local", "fedavg"))
+    assert torch.equal(run.server["theta"], fedavg.server["theta"])
+    if own is not None:
+        assert torch.equal(run.clients[own], local.clients["theta"])
+        torch.testing.assert_close(run.evaluated(), local.evaluated(), rtol=0, atol=0)
 
 
 # Ditto
 
 
-@pytest.mark.parametrize(("key", "epochs"), [("null", 1), ("2", 2)])
 @pytest.mark.usefixtures("double")
-def test_dittos_rounds_by_hand(key: str, epochs: int) -> None:
-    run = Run(DITTO, *MLP, *SOME, "method.pull=2", f"method.personal_epochs={key}")
+def test_dittos_rounds_by_hand() -> None:
+    run = Run(DITTO, *MLP, *SOME, "method.pull=2", "method.personal_epochs=2")
     w = run.method.context.initial_parameters()
     own = [w] * 4
     for number in range(3):
         cohort, lr = run.simulation.cohort(number), step_size(run, number)
         ends = []
         for client in cohort.clients:
-            for x, y in batches_of(run, client, number, epochs=epochs):
+            for x, y in batches_of(run, client, number, epochs=2):
                 own[client] = own[client] - lr * (gradient(run, own[client], x, y) + 2 * (own[client] - w))
             theta = w
             for x, y in batches_of(run, client, number):
@@ -208,15 +139,12 @@ def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
 # pFedMe
 
 
-@pytest.mark.parametrize(
-    ("pull", "steps", "beta"),
-    [(15, 3, 1.0), (5, 2, 0.5), (0, 2, 1.0)],
-)
+@pytest.mark.parametrize(("pull", "steps", "beta"), [(15, 3, 1.0), (5, 2, 0.5), (5, 1, 2.0)])
 @pytest.mark.usefixtures("double")
 def test_pfedmes_rounds_by_hand(pull: float, steps: int, beta: float) -> None:
     keys = (f"method.pull={pull}", f"method.steps={steps}", f"method.beta={beta}", "train.lr=0.02")
     run = Run(PFEDME, *MLP, *SOME, *keys, "method.personal_lr=0.03")
-    start = w = run.method.context.initial_parameters()
+    w = run.method.context.initial_parameters()
     own = [w] * 4
     for number in range(3):
         cohort, lr, personal_lr = run.simulation.cohort(number), step_size(run, number), 0.03 * 0.8**number
@@ -232,7 +160,6 @@ def test_pfedmes_rounds_by_hand(pull: float, steps: int, beta: float) -> None:
         w = (1 - beta) * w + beta * mean_by_samples(run, cohort.clients, torch.stack(ends))
     assert_close(run.server["theta"], w)
     assert_close(run.evaluated()["theta"], torch.stack(own))
-    assert bool((w - start).abs().max() > 1e-3) == (pull > 0)
 
 
 @pytest.mark.usefixtures("double")
@@ -258,17 +185,6 @@ def test_pfedme_refuses_steps_that_diverge_and_warns_of_those_that_overshoot() -
     w = start + 1.5 * (run.clients["theta"].mean(dim=0) - start)
     torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-6)
     Run(*keys, "train.lr=0.1", "method.pull=9.9")
-
-
-@pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])
-def test_the_servers_step_of_pfedme_worked_out(beta: float, expected: float) -> None:
-    rows = torch.tensor([[1.0, 4.0], [2.0, 4.0], [8.0, 4.0]])
-    blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
-    server = {"theta": torch.tensor([10.0, 4.0])}
-    cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
-    method_of(PFedMe, beta=beta).aggregate(server, cohort, GivenUpload(blocks))
-    # the mean is (10 * 1 + 20 * 2 + 10 * 8) / 40 = 3.25
-    assert server["theta"].tolist() == [expected, 4.0]
 
 
 # FedPHP
@@ -318,7 +234,8 @@ def apart(regulariser: str, ours: tuple[Tensor, Tensor], known: tuple[Tensor, Te
 @pytest.mark.usefixtures("double")
 def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: str) -> None:
     keys = (f"method.regulariser={regulariser}", "method.bandwidths=[1, 4]", "method.transfer=0.5")
-    run = Run(FEDPHP, *SOME, "model.batchnorm=true", *keys)
+    # two of four clients a round, though 0.4 of four is less
+    run = Run(FEDPHP, *SOME, "model.batchnorm=true", *keys, "train.participation=0.4")
     w = run.method.context.initial_parameters()
     own, count = [(w, run.method.initial_buffers())] * 4, [0] * 4
     for number in range(3):
@@ -346,52 +263,33 @@ def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: s
         w = mean_by_samples(run, cohort.clients, torch.stack(ends))
     assert max(count) > 1
     assert_close(run.server["theta"], w)
-    evaluated = run.evaluated()
-    assert_close(evaluated["theta"], torch.stack([theta for theta, _ in own]))
-    assert_close(evaluated["buffers"], torch.stack([buffers for _, buffers in own]))
+    theta, buffers = (torch.stack(rows) for rows in zip(*own, strict=True))
+    assert_close(run.evaluated(), {"theta": theta, "buffers": buffers})
     assert run.clients["count"].tolist() == count
-
-
-def test_how_often_a_client_is_sampled_counts_whole_clients() -> None:
-    # two of four clients a round, though 0.4 of four is less
-    few = Run(FEDPHP, *MLP, "train.rounds=3", "train.participation=0.4")
-    half = Run(FEDPHP, *MLP, "train.rounds=3", "train.participation=0.5")
-    assert len(few.simulation.cohort(0)) == 2
-    assert torch.equal(few.evaluated()["theta"], half.evaluated()["theta"])
-
-
-@pytest.mark.parametrize("regulariser", ["mmd", "distillation"])
-def test_a_clients_first_round_of_fedphp_is_fedavgs_to_the_bit(regulariser: str) -> None:
-    common = (*UNEQUAL_FEW, "train.rounds=1", "model.batchnorm=true", "train.buffers=local")
-    run = Run(FEDPHP, *common, f"method.regulariser={regulariser}", "method.transfer=1")
-    fedavg, local = (finished(f"method.name={name}", *common) for name in ("fedavg", "local"))
-    assert torch.equal(run.server["theta"], fedavg.server["theta"])
-    expected = local.evaluated()
-    assert all(torch.equal(value, expected[name]) for name, value in run.evaluated().items())
 
 
 # What a download brings
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None:
-    run = after(case, 3)
-    cohort = Cohort(3, tuple(range(4)), run.method.context.num_samples)
+@pytest.mark.parametrize("method", ["ditto", "fedamp", "fedfomo", "fedafk"])
+def test_a_download_brings_what_the_next_training_starts_from(method: str) -> None:
+    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5", "train.rounds=2")
+    run = Run(*keys, f"method.name={method}")
+    cohort = Cohort(2, tuple(range(4)), run.method.context.num_samples)
     channel = Channel(Communicator(), run.method.layers, 4)
     down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
     for client in range(4):
-        clients = ClientGroup(run.workplace, [client], 3)
+        clients = ClientGroup(run.workplace, [client], 2)
         model = run.driver.model_after_download(clients, down.select(slice(client, client + 1)))
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
-        if case == "fedfomo":
-            assert torch.equal(model["theta"], work(run, client, 3)[1]["previous"])
-        elif case.startswith(("fedamp", "pfedgraph", "fedcac", "pfedsim")):
-            u = run.method.download(run.server, cohort)["theta"][client]
-            assert torch.equal(model["theta"][0], u)
-            assert (u != run.clients["theta"][client]).any()
-        elif case == "fedafk":
-            body = run.method.layout.body
-            assert torch.equal(model["theta"][0, body], run.server["theta"][body])
-            assert torch.equal(model["theta"][0, body.stop :], run.clients["theta"][client, body.stop :])
+        own = run.clients["theta"][client]
+        if method == "ditto":
+            start = run.server["theta"]
+        elif method == "fedamp":
+            start = run.method.download(run.server, cohort)["theta"][client]
+        elif method == "fedfomo":
+            start = work(run, client, 2)[1]["previous"][0]
         else:
-            assert torch.equal(model["theta"][0], run.server["theta"])
+            start = run.method.layout.with_head(run.server["theta"], own[run.method.layout.head])
+        assert torch.equal(model["theta"][0], start)
+        assert method == "fedfomo" or not torch.equal(start, own)

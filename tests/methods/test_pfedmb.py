@@ -10,24 +10,20 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from by_hand import batches_of, is_batchnorm, work
+from by_hand import SLIPPERY, SOME, batches_of, is_batchnorm, loss, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods._simplex import project_to_simplex
-from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedmb import FIRST, OTHERS
-from hpcfl.training.batches import Batch
-from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=pfedmb"
-DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
+DIGITS_CNN, LAYERS = 13_706, 4
+LOCAL = ("train.buffers=local",)
 
 
 def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Tensor) -> Tensor:
@@ -50,89 +46,21 @@ def alpha_of(run: Run) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("of_method", "keys"),
     [
-        ("train.lr_decay=0.9", "method.shared_alpha=true"),
-        (
-            "method.constraint=simplex",
-            "model.batchnorm=true",
-            "train.momentum=0.9",
-            "train.weight_decay=0.01",
-            "train.participation=0.75",
-            "train.finetune_epochs=2",
-        ),
-        ("model.batchnorm=true", "train.buffers=local", "train.finetune_epochs=1", "method.finetune=weights"),
-        ("method.aggregation=plain", "train.finetune_epochs=1"),
+        (("method.constraint=simplex",), SLIPPERY),
+        (("method.shared_alpha=true", "method.aggregation=plain", "method.finetune=weights"), LOCAL),
     ],
 )
-def test_one_branch_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
-    common = (*UNEQUAL_FEW, "train.lr=0.1", *(key for key in keys if not key.startswith("method.")))
+def test_one_branch_is_fedavg_to_the_bit(of_method: tuple[str, ...], keys: tuple[str, ...]) -> None:
+    common = (*SOME, *keys, "train.lr=0.1", "train.finetune_epochs=1")
     fedavg = Run(*common, "method.name=fedavg")
-    ours = Run(*common, *keys, OURS, "method.branches=1")
-    assert len(set(ours.method.context.num_samples.tolist())) > 1
+    ours = Run(*common, *of_method, OURS, "method.branches=1")
     assert torch.equal(ours.server["branches"], fedavg.server["theta"].unsqueeze(0))
-    expected = fedavg.evaluated()
-    assert all(torch.equal(value, expected[name]) for name, value in ours.evaluated().items())
-    rounds = torch.zeros(4, dtype=torch.int64)
-    for number in range(3):
-        rounds[list(ours.simulation.cohort(number).clients)] += 1
-    of_alpha = ours.bytes_by_client - fedavg.bytes_by_client
-    assert of_alpha[:, 0].tolist() == [0] * 4
-    numbers = ours.clients[ours.method.kept].shape[1]
-    assert numbers == (1 if ours.method.params.shared_alpha else int(ours.method.branched.sum()))
-    assert torch.equal(of_alpha[:, 1], 4 * numbers * rounds)
-
-
-# Mixing
-
-
-def mixed_outputs(run: Run, alpha: Tensor, branches: Tensor, x: Tensor) -> Tensor:
-    """Return one client's logits with the outputs of each layer's branches mixed (eq. 2).
-
-    alpha [L, B], branches [B, P].
-    """
-    models = [run.method.layout.views(branch) for branch in branches]
-    weights = {layer.name: alpha[number] for number, layer in enumerate(run.method.layers)}
-    for part in ("body", "head"):
-        for name, module in run.method.context.network.get_submodule(part).named_children():
-            if name not in weights:
-                x = module(x)
-                continue
-            outputs = [
-                functional_call(module, {key: model[f"{part}.{name}.{key}"] for key in ("weight", "bias")}, x)
-                for model in models
-            ]
-            x = torch.einsum("b,b...->...", weights[name], torch.stack(outputs))
-    return x
-
-
-@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
-@pytest.mark.parametrize("shared", ["false", "true"])
-@pytest.mark.usefixtures("double")
-def test_mixed_weights_are_mixed_outputs_and_so_are_their_gradients(constraint: str, shared: str) -> None:
-    keys = ("method.branches=3", f"method.constraint={constraint}", f"method.shared_alpha={shared}")
-    run = Run(OURS, *keys, "train.rounds=1")
-    method = run.method
-    rows = 1 if shared == "true" else LAYERS
-    kept = random(1, rows, 3)
-    kept = (kept.softmax(dim=-1) if constraint == "simplex" else kept).requires_grad_()
-    branches = run.server["branches"].unsqueeze(0).clone().requires_grad_()
-    x, y = run.workplace.shard.samples("train", 0)
-    logits = mixed_outputs(run, method.alpha(kept)[0], branches[0], x)
-    expected = torch.autograd.grad(cross_entropy(logits, y), [kept, branches])
-
-    alpha, fixed = method.alpha(kept), branches.detach()
-    mixed = method.mix(alpha.detach(), fixed)
-    by_weights = functional_call(method.context.network, method.layout.views(mixed[0]), x)
-    torch.testing.assert_close(by_weights, logits.detach(), rtol=0, atol=1e-12)
-    batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
-    engine = run.workplace.engine
-    of_mixed = engine.gradient(cross_entropy_loss, {"theta": mixed}, torch.empty(1, 0), batch)[0]
-    slope = method.alpha_gradient(of_mixed["theta"], fixed)
-    ours = torch.autograd.grad(alpha, kept, slope)[0], method.spread(alpha.detach(), of_mixed["theta"])
-    for gradient, by_autograd in zip(ours, expected, strict=True):
-        assert by_autograd.abs().max() > 1e-3
-        torch.testing.assert_close(gradient, by_autograd, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.evaluated(), fedavg.evaluated(), rtol=0, atol=0)
+    of_alpha = (ours.bytes_by_client - fedavg.bytes_by_client).sum(dim=0).tolist()
+    sent = sum(len(ours.simulation.cohort(number)) for number in range(3))
+    assert of_alpha == [0, 4 * sent * (1 if ours.method.params.shared_alpha else LAYERS)]
 
 
 # Algorithm 1, one client at a time
@@ -153,7 +81,7 @@ def nearest_on_simplex(point: Tensor) -> Tensor:
 
 
 class SlowTwin:
-    """pFedMB with torch's SGD and autograd through the explicit sum over branches; no BatchNorm."""
+    """pFedMB with torch's SGD and autograd through the sum over branches; no BatchNorm."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.params, self.train = run, run.config.method.options, run.config.train
@@ -167,30 +95,21 @@ class SlowTwin:
         return (alpha if self.params.constraint == "softmax" else kept).expand(LAYERS, -1)
 
     def mixed(self, kept: Tensor, branches: Tensor) -> Tensor:
-        alpha = self.alpha(kept)
-        parts = []
-        for number, layer in enumerate(self.run.method.layers):
-            weighted = [
-                alpha[number, b] * branch[layer.start : layer.stop] for b, branch in enumerate(branches)
-            ]
-            parts.append(torch.stack(weighted).sum(dim=0))
-        return torch.cat(parts)
+        layers = zip(self.alpha(kept), self.run.method.layers, strict=True)
+        return torch.cat([weights @ branches[:, layer.start : layer.stop] for weights, layer in layers])
 
     def sgd(self, client: int, round: int, purpose: str, kept: Tensor, branches: Tensor) -> Tensor:
         """Train alpha or the branches, whichever wants a gradient, and return it."""
         of_alpha = kept.requires_grad
         leaf = kept if of_alpha else branches
-        decay = self.train.lr_decay**round
-        lr = (self.params.alpha_lr if of_alpha else self.train.lr) * decay
-        momentum = 0.0 if of_alpha else self.train.momentum
-        decays = 0.0 if of_alpha else self.train.weight_decay
-        optimiser = torch.optim.SGD([leaf], lr=lr, momentum=momentum, weight_decay=decays)
+        alpha_lr = self.params.alpha_lr * self.train.lr_decay**round
+        optimiser = (
+            torch.optim.SGD([leaf], alpha_lr) if of_alpha else torchs_optimiser(self.run, [leaf], round)
+        )
         for x, y in batches_of(self.run, client, round, purpose):
             optimiser.zero_grad()
-            model = self.run.method.layout.views(self.mixed(kept, branches))
-            cross_entropy(functional_call(self.run.method.context.network, model, x), y).backward()
+            loss(self.run, self.mixed(kept, branches), x, y).backward()
             if not of_alpha and self.params.step == "mixture":
-                assert leaf.grad is not None
                 for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
                     leaf.grad[:, layer.start : layer.stop] /= (alpha**2).sum()
             optimiser.step()
@@ -198,29 +117,44 @@ class SlowTwin:
                 leaf.data = torch.stack([nearest_on_simplex(row) for row in leaf.detach()])
         return leaf.detach()
 
+    def routine(
+        self, client: int, round: int, purpose: str, trains_alpha: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return a client's alpha and branches after its training."""
+        kept = self.kept[client]
+        if trains_alpha:
+            kept = self.sgd(client, round, f"{purpose}/alpha", kept.clone().requires_grad_(), self.branches)
+        return kept, self.sgd(client, round, purpose, kept, self.branches.clone().requires_grad_())
+
+    def evaluated(self, client: int) -> Tensor:
+        kept, branches = self.kept[client], self.branches
+        if self.train.finetune_epochs:
+            kept, branches = self.routine(client, 2, "finetune", self.params.finetune == "routine")
+        return self.mixed(kept, branches)
+
     def round(self, number: int) -> None:
         above, below = torch.zeros_like(self.branches), torch.zeros_like(self.branches)
         for client in self.run.simulation.cohort(number).clients:
-            kept = self.kept[client].clone().requires_grad_()
-            kept = self.sgd(client, number, "batches/alpha", kept, self.branches)
-            trained = self.sgd(client, number, "batches", kept, self.branches.clone().requires_grad_())
+            kept, trained = self.routine(client, number, "batches")
             self.kept[client] = kept
-            for b in range(self.params.branches):
-                for layer, alpha in zip(self.run.method.layers, self.alpha(kept)[:, b], strict=True):
-                    part = slice(layer.start, layer.stop)
-                    weight = float(self.run.method.context.num_samples[client])
-                    weight *= float(alpha) if self.params.aggregation == "alpha" else 1.0
-                    above[b, part] += weight * trained[b, part]
-                    below[b, part] += weight
+            for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
+                part, shares = slice(layer.start, layer.stop), alpha.unsqueeze(1)
+                shares = shares if self.params.aggregation == "alpha" else torch.ones_like(shares)
+                weights = self.run.method.context.num_samples[client] * shares
+                above[:, part] += weights * trained[:, part]
+                below[:, part] += weights
         self.branches = torch.where(below > 0, above / below, self.branches)
+
+
+WEIGHTS_ALONE = ("train.finetune_epochs=1", "method.finetune=weights")
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        UNEQUAL_FEW,
+        ("train.finetune_epochs=1", *UNEQUAL_FEW),
         ("method.constraint=simplex", "train.momentum=0.9", "method.alpha_lr=0.3"),
-        ("method.shared_alpha=true", "train.participation=0.5", "train.lr_decay=0.5"),
+        ("method.shared_alpha=true", "train.participation=0.5", "train.lr_decay=0.5", *WEIGHTS_ALONE),
         ("method.step=branch", "train.lr=0.1", "train.momentum=0.9", *UNEQUAL_FEW),
         ("method.aggregation=plain", "method.branches=2", "train.weight_decay=0.01", *UNEQUAL_FEW),
     ],
@@ -234,7 +168,7 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
     torch.testing.assert_close(run.server["branches"], twin.branches, rtol=0, atol=1e-9)
     kept = torch.stack(twin.kept)
     torch.testing.assert_close(run.clients[run.method.kept], kept, rtol=0, atol=1e-9)
-    mixed = torch.stack([twin.mixed(kept[client], twin.branches) for client in range(4)])
+    mixed = torch.stack([twin.evaluated(client) for client in range(4)])
     torch.testing.assert_close(run.evaluated()["theta"], mixed, rtol=0, atol=1e-9)
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
@@ -267,56 +201,31 @@ def test_eq_5_worked_out_and_an_empty_branch_keeps_its_value_to_the_bit() -> Non
 # Clients' weights
 
 
-@pytest.mark.parametrize("num_branches", [2, 5, 10])
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, batchnorm: str) -> None:
-    keys = (OURS, "train.rounds=1", f"method.branches={num_branches}", f"model.batchnorm={batchnorm}")
-    run = Run(*keys)
-    context, layout = run.method.context, run.method.layout
-    start = run.driver.initial_server()["branches"]
-    mixture, ordinary = start.mean(dim=0), context.initial_parameters([7], own=True)[0]
-    mask = is_batchnorm(layout)
-    for slot in layout.parameters:
-        part = slice(slot.start, slot.stop)
-        if not mask[part].any():
-            # a layer's bias has 10 to 64 numbers, its weight 144 at least
-            tolerance = 0.15 if slot.name.endswith("weight") else 0.5
-            assert float(mixture[part].std() / ordinary[part].std()) == pytest.approx(1, abs=tolerance)
-    x = run.workplace.shard.samples("train", 0)[0]
-    buffers = run.method.initial_buffers()
-    scales = [
-        float(run.workplace.evaluator.outputs(theta, buffers, lambda network, x: network(x), x).std())
-        for theta in (mixture, ordinary)
-    ]
-    assert 0.5 < scales[0] / scales[1] < 2
-    torch.testing.assert_close(mixture, context.initial_parameters(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("difference", [0.5, 2.0])
-def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float) -> None:
-    run = Run(OURS, "train.rounds=1", "model.batchnorm=true", f"method.difference={difference}")
+def test_branches_differ_by_as_much_as_the_common_model_varies_which_is_their_mean() -> None:
+    run, other = (
+        Run(OURS, "train.rounds=1", "model.batchnorm=true", "method.difference=2", f"run.seed={seed}")
+        for seed in (0, 1)
+    )
     start, layout = run.driver.initial_server()["branches"], run.method.layout
-    common, mask = run.method.context.initial_parameters(), is_batchnorm(run.method.layout)
+    common, mask = run.method.context.initial_parameters(), is_batchnorm(layout)
     assert torch.equal(start[:, mask], common[mask].expand(5, -1))
+    torch.testing.assert_close(start.mean(dim=0), common, rtol=0, atol=1e-6)
     for slot in layout.parameters:
         part = slice(slot.start, slot.stop)
         if slot.stop - slot.start > 500:
             apart = (start - common)[:, part]
-            assert float(apart.std() / common[part].std()) == pytest.approx(difference, rel=0.1)
+            assert float(apart.std() / common[part].std()) == pytest.approx(2, rel=0.1)
             assert np.corrcoef(apart.numpy())[~np.eye(5, dtype=bool)] == pytest.approx(-1 / 4, abs=0.15)
-    other = Run(OURS, "train.rounds=1", "model.batchnorm=true", "run.seed=1").method
-    apart = MethodAdapter(other).initial_server()["branches"] - other.context.initial_parameters()
-    assert not torch.equal(apart, start - common)
+    of_other = other.driver.initial_server()["branches"] - other.method.context.initial_parameters()
+    assert (of_other != start - common)[:, ~mask].any()
 
 
-@pytest.mark.parametrize("num_branches", [2, 5])
 @pytest.mark.usefixtures("double")
-def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_branches: int) -> None:
+def test_weights_that_never_move_are_fedavg() -> None:
     keys = (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5")
     fedavg = Run(*keys, "method.name=fedavg").server["theta"]
-    run = Run(*keys, OURS, f"method.branches={num_branches}", "method.alpha_lr=0")
+    run = Run(*keys, OURS, "method.branches=3", "method.alpha_lr=0")
     torch.testing.assert_close(run.server["branches"].mean(dim=0), fedavg, rtol=0, atol=1e-9)
-    assert (fedavg - run.method.context.initial_parameters()).abs().max() > 1e-2
 
 
 # Projection
@@ -325,13 +234,8 @@ def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_
 @pytest.mark.parametrize(
     ("point", "nearest"),
     [
-        ([0.5, 0.5], [0.5, 0.5]),
-        ([2.0, 0.0], [1.0, 0.0]),
-        ([1.0, 0.5], [0.75, 0.25]),
         ([0.2, 0.1, -1.0], [0.55, 0.45, 0.0]),
         ([-3.0, -3.0, -3.0, -3.0], [0.25, 0.25, 0.25, 0.25]),
-        ([0.1, 0.9, 0.9], [0.0, 0.5, 0.5]),
-        ([7.0], [1.0]),
         ([1e9], [1.0]),
         ([0.0, 1e9, -1e9], [0.0, 1.0, 0.0]),
     ],
@@ -352,10 +256,8 @@ def test_projection_is_the_nearest_of_all_candidates() -> None:
 
 
 def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
-    assert project_to_simplex(torch.tensor([[torch.nan, 0.5], [1.0, 0.5]])).isnan().any(dim=1).tolist() == [
-        True,
-        False,
-    ]
+    found = project_to_simplex(torch.tensor([[torch.nan, 0.5], [1.0, 0.5]]))
+    assert found.isnan().any(dim=1).tolist() == [True, False]
 
 
 # BatchNorm
@@ -379,9 +281,6 @@ def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     assert all(not rows[OTHERS][..., mask].any() for rows in uploads)
     assert torch.equal(run.evaluated()["theta"][:, mask], run.server["branches"][:1, mask].expand(4, -1))
     assert (run.server["branches"][0] != start["branches"][0])[mask].all()
-    with_batchnorm = DIGITS_CNN + BATCHNORM
-    moved = 4 * (with_batchnorm + 2 * DIGITS_CNN)
-    assert run.bytes_by_client.tolist() == [[moved, moved + 4 * 4 * 3]] * 4
 
 
 def test_the_weights_step_leaves_running_statistics_alone() -> None:
@@ -392,40 +291,7 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
     assert torch.equal(routine.evaluated()["buffers"], weights.evaluated()["buffers"])
 
 
-# Traffic, fine-tuning, history
-
-
-def test_bytes_of_the_papers_network_and_five_branches(tmp_path: Path) -> None:
-    images = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (60, 32, 32, 3), np.uint8)
-    np.savez(tmp_path / "images.npz", x=images, y=np.arange(60) % 10)
-    run = Run(
-        OURS,
-        "data.source=npz",
-        f"data.path={tmp_path / 'images.npz'}",
-        "data.layout=NHWC",
-        "data.clients=10",
-        "data.per_client=6",
-        "data.partition.classes_per_client=1",
-        "data.normalise=half",
-        "model.name=lenet_small",
-        "train.rounds=1",
-        "method.branches=5",
-    )
-    assert run.bytes_by_client.tolist() == [[1_240_120, 1_240_220]] * 10
-
-
-@pytest.mark.parametrize(("finetune", "moves"), [("routine", True), ("weights", False)])
-def test_fine_tuning_is_the_routine_or_the_weights_alone(finetune: str, moves: bool) -> None:
-    run = Run(OURS, "train.rounds=1", "train.finetune_epochs=1", f"method.finetune={finetune}")
-    kept, plain = (
-        run.clients["logits"].clone(),
-        run.method.mix(alpha_of(run), run.server["branches"].expand(4, -1, -1)),
-    )
-    tuned = run.evaluated()["theta"]
-    assert (tuned - plain).abs().amax(dim=1).min() > 1e-3
-    assert torch.equal(run.clients["logits"], kept)
-    run.method.params = run.method.params.model_copy(update={"alpha_lr": 0.0})
-    assert torch.equal(run.evaluated()["theta"], tuned) != moves
+# History
 
 
 def test_a_checkpoint_has_the_weights_at_every_evaluation(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from bits import differing, method_settings, run_here, run_killed_in_round, tiny_settings, write_digits
 from by_hand import gradient
 from harness import SMALL, UNEQUAL, Run
-from processes import Mpirun
+from processes import run_in_one_world
+from torch import Tensor
 
 from hpcfl.communication.messages import Message
 from hpcfl.config.keys import PrivacyConfig
@@ -102,51 +103,38 @@ def test_no_client_moves_the_mean_by_more_than_its_share() -> None:
     torch.testing.assert_close(moved, torch.tensor([[1.2, 1.6], [0.3, 0.4], [0.0, 0.0]]))
 
 
+def noise_of_round(number: int, w: Tensor) -> Tensor:
+    stream = torch_stream(0, "private mean/theta", number)
+    return 0.7 * 0.3 * torch.randn(w.shape, generator=stream, dtype=w.dtype)
+
+
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_two_rounds_of_dp_fedavg_are_those_of_its_algorithm(participation: float) -> None:
-    keys = [*UNEQUAL, *PLAIN, *OF_CLIENTS, "train.rounds=2", f"train.participation={participation}"]
+def test_two_rounds_of_dp_fedavg_are_those_of_its_algorithm() -> None:
+    keys = [*UNEQUAL, *PLAIN, *OF_CLIENTS, "train.rounds=2", "train.participation=0.5"]
     run = Run(*keys, "train.lr=0.2", "method.name=fedavg")
-    clip, noise, expected = 0.3, 0.7, 4 * participation
     w = run.method.context.initial_parameters()
     for number in range(2):
-        total = torch.zeros_like(w)
-        for client in drawn_clients(4, participation, 0, number):
+        total = noise_of_round(number, w)
+        for client in drawn_clients(4, 0.5, 0, number):
             group = ClientGroup(run.workplace, [client], number)
             update = group.sgd(w.unsqueeze(0)).theta[0] - w
-            assert update.norm() > clip
-            total += update * min(1.0, float(clip / update.norm()))
-        drawn = torch.randn(w.shape, generator=torch_stream(0, "private mean/theta", number), dtype=w.dtype)
-        w = w + total / expected + drawn * noise * clip / expected
+            assert update.norm() > 0.3
+            total += update * min(1.0, float(0.3 / update.norm()))
+        w = w + total / (4 * 0.5)
     torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("double")
-def test_a_round_of_nobody_moves_the_model_by_noise_alone() -> None:
+def test_a_round_of_nobody_moves_the_layers_that_travel_by_noise_alone() -> None:
     share = 0.01
     assert all(not drawn_clients(4, share, 0, number) for number in range(3))
-    run = Run(*PLAIN, *OF_CLIENTS, f"train.participation={share}", "method.name=fedavg")
-    w = run.method.context.initial_parameters()
-    for number in range(3):
-        drawn = torch.randn(w.shape, generator=torch_stream(0, "private mean/theta", number), dtype=w.dtype)
-        w = w + drawn * 0.7 * 0.3 / (4 * share)
-    torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-9)
-
-
-def test_a_round_of_nobody_trains_no_client_and_leaves_layers_that_do_not_travel() -> None:
-    run = Run(*PLAIN, *OF_CLIENTS, "train.participation=0.01", "method.name=fedbabu")
-    assert run.bytes_by_client.sum() == 0
+    run = Run(*PLAIN, *OF_CLIENTS, f"train.participation={share}", "method.name=fedbabu")
+    start = run.method.context.initial_parameters()
+    w = start + sum(noise_of_round(number, start) for number in range(3)) / (4 * share)
     head = run.method.layout.head
-    assert torch.equal(run.server["theta"][head], run.method.context.initial_parameters()[head])
-    assert not torch.equal(run.server["theta"], run.method.context.initial_parameters())
-
-
-@pytest.mark.usefixtures("double")
-def test_without_noise_and_clipping_clients_train_as_fedavg_does() -> None:
-    """All have as many samples, so that equal weights are FedAvg's."""
-    loose = ["privacy.unit=client", "privacy.clip=1e6", "privacy.noise=1e-15"]
-    private, plain = (Run(*PLAIN, "method.name=fedavg", *more) for more in (loose, []))
-    torch.testing.assert_close(private.server["theta"], plain.server["theta"], rtol=0, atol=1e-8)
+    w[head] = start[head]
+    torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-9)
+    assert run.bytes_by_client.sum() == 0
 
 
 @pytest.mark.usefixtures("double")
@@ -178,10 +166,12 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_an_empty_mini_batch_is_noise_alone() -> None:
-    keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
-    run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
-    sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
-    assert len(sizes) == 40 * round(1 / run.workplace.work.sampling_rate(0, 8))
+    keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=10", "train.rounds=1"]
+    run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local", "data.clients=1", "data.partition.name=iid")
+    group = ClientGroup(run.workplace, [0], 0)
+    sizes = [batch.y.shape[1] for batch in group.batches()]
+    share = run.workplace.work.sampling_rate(0, len(group.samples("train", 0)[1]))
+    assert len(sizes) == 10 * round(1 / share)
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()
 
@@ -194,6 +184,7 @@ def test_every_method_keeps_the_promise_or_refuses_it(
 ) -> None:
     """Only what is averaged is sent (client), and nobody trains by an unprotected gradient (sample)."""
     keys = [*method_settings(method), *PLAIN, *UNITS[unit], "train.rounds=2", "train.finetune_epochs=0"]
+    keys += ["data.per_client=12", "train.batch_size=8"]
     if unit not in METHODS[method].private:
         with pytest.raises(UserError, match=rf"privacy.unit={unit} does not go with method.name={method}, "):
             Run(*keys)
@@ -229,25 +220,25 @@ def test_a_class_made_from_a_private_one_must_say_so_anew() -> None:
     assert type("Other", (FedAvg,), {"name": "other"}).private == ()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: Path, mpirun: Mpirun) -> None:
+def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(tmp_path: Path, mpirun_command: list[str]) -> None:
     digits = tmp_path / "digits.npz"
     write_digits(digits)
-    keys = [*tiny_settings(digits), "model.batchnorm=false", *UNITS[unit], "method.name=fedper"]
-    keys += ["train.participation=0.5", "run.checkpoint_every=1"]
-    one, killed, three = (tmp_path / name for name in ("one", "killed", "three"))
-    assert run_here(one, keys) == 0
-    run_killed_in_round(1, killed, keys)
-    assert run_here(killed, keys) == 0
-    done = mpirun(3, "-m", "hpcfl.main", "--quiet", "--out", three, *keys)
-    assert done.returncode == 0, done.stderr
-    assert differing(one, killed) == differing(one, three) == []
-    epsilons = load_run(one).metrics["epsilon"]
-    assert list(epsilons) == list(load_run(three).metrics["epsilon"])
-    assert (epsilons[1:] > epsilons[:-1]).all()
-    if unit == "client":
-        privacy = PrivacyConfig(unit="client", clip=0.3, noise=0.7)
-        assert epsilons[-1] == epsilon_after(privacy, 0.5, 3)
+    common = [*tiny_settings(digits), "model.batchnorm=false", "method.name=fedper"]
+    common += ["train.participation=0.5", "run.checkpoint_every=1"]
+    keys = {unit: [*common, *of_unit] for unit, of_unit in UNITS.items()}
+    run_in_one_world(mpirun_command, 3, {tmp_path / f"{unit}-three": words for unit, words in keys.items()})
+    for unit, words in keys.items():
+        one, killed, three = (tmp_path / f"{unit}-{name}" for name in ("one", "killed", "three"))
+        assert run_here(one, words) == 0
+        run_killed_in_round(1, killed, words)
+        assert run_here(killed, words) == 0
+        assert differing(one, killed) == differing(one, three) == []
+        epsilons = load_run(one).metrics["epsilon"]
+        assert list(epsilons) == list(load_run(three).metrics["epsilon"])
+        assert (epsilons[1:] > epsilons[:-1]).all()
+        if unit == "client":
+            privacy = PrivacyConfig(unit="client", clip=0.3, noise=0.7)
+            assert epsilons[-1] == epsilon_after(privacy, 0.5, 3)
 
 
 @pytest.mark.quick
