@@ -197,10 +197,7 @@ LABELS = np.array([0, 1, 0, 1])
         ({"x": np.zeros((4, 5), np.float32)}, r"x has shape \(4, 5\); domains are of images"),
         ({"y": LABELS[:3]}, r"y has shape \(3,\), x has 4 samples"),
         ({"y": LABELS - 1}, "y holds labels -1"),
-        (
-            {"client": LABELS},
-            "data.source=domains has no use for its array client; save the file",
-        ),
+        ({"client": LABELS}, "data.source=domains has no use for its array client; save the file"),
     ],
 )
 def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:

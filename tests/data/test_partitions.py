@@ -486,12 +486,7 @@ def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .* allowed: 1..10"),
     ("classes", {}, {"per_client": 604}, "data.per_client=604: the data allows at most 600"),
-    (
-        "classes",
-        {},
-        {"clients": 6001},
-        "data.clients=6001: class [0-9] has 600 samples .* at least 240[01]",
-    ),
+    ("classes", {}, {"clients": 6001}, "data.clients=6001: class [0-9] has 600 samples .* at least 240[01]"),
     ("classes", {}, {"per_client": 4}, "client 0 would have no test samples of its 4 .*data.per_client"),
     ("classes", {}, {"test_fraction": 1.0}, "client 0 would have no training samples of its 600"),
     ("classes", {}, {"val_fraction": 0.001}, "client 0 would have no validation samples of its 600"),

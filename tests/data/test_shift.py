@@ -227,8 +227,7 @@ def test_impossible_shifts_are_refused(words: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "named"),
-    [("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")],
+    ("source", "named"), [("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")]
 )
 def test_other_samples_than_images_refuse_it(source: str, named: str) -> None:
     config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])

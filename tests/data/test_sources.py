@@ -274,10 +274,7 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": GOOD_X, "y": GOOD_Y + 1}, "y holds labels 1..3, and classes count from 0"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array has dtype object "),
-        (
-            {"x": UNEQUAL_X, "y": GOOD_Y},
-            "unequal length.*: crop or pad all samples to one length",
-        ),
+        ({"x": UNEQUAL_X, "y": GOOD_Y}, "unequal length.*: crop or pad all samples to one length"),
     ],
 )
 def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
