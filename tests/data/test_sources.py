@@ -6,13 +6,11 @@ import gzip
 import hashlib
 import pickle
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes import run_tree
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
@@ -80,19 +78,6 @@ def test_digits_are_the_bundled_1797() -> None:
     assert np.bincount(arrays.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert (arrays.x / 16).mean() == pytest.approx(arrays.mean[0], abs=5e-5)
     assert (arrays.x / 16).std() == pytest.approx(arrays.std[0], abs=5e-5)
-
-
-def test_torchvision_is_imported_without_its_compiled_part() -> None:
-    code = (
-        "import torch\n"
-        "def refuse(path): raise OSError('no such library')\n"
-        "torch.ops.load_library = refuse\n"
-        "from hpcfl.torchvision_parts import torchvision_part\n"
-        "print(torchvision_part('datasets').MNIST, torchvision_part('models').resnet18)"
-    )
-    done = run_tree([sys.executable, "-c", code])
-    assert "MNIST" in done.stdout
-    assert "resnet18" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
