@@ -229,10 +229,7 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     path = npz_folder(tmp_path, b={"y": np.zeros(40, np.int64)})
     of_two = ["data.partition.name=classes", "data.partition.classes_per_client=2"]
     for more, said in (
-        (
-            ["data.clients=2"],
-            "data.clients=2: the source has 3 domains, and each needs a client; set data.cl",
-        ),
+        (["data.clients=2"], "data.clients=2: the source has 3 domains, and each needs a client; set data."),
         (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples"),
     ):
         with pytest.raises(UserError, match=f"^{said}.*$"):

@@ -203,10 +203,7 @@ def test_predict_and_export_take_samples_that_have_the_shift(
         ("shift=colour shift_strength=1.1", "at most 1 with data.shift=colour"),
         ("shift=noise shift_strength=0", "data.shift_strength=0 is invalid; allowed: "),
         ("shift=blur shift_groups=1", "data.shift_groups=1 is invalid; allowed: "),
-        (
-            "shift=rotation shift_groups=4 shift_strength=20",
-            "=20.0 needs data.shift_groups=null with data.shi",
-        ),
+        ("shift=rotation shift_groups=4 shift_strength=20", "=20.0 needs data.shift_groups=null with data.s"),
     ],
 )
 def test_impossible_shifts_are_refused(words: str, said: str) -> None:
