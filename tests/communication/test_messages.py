@@ -12,17 +12,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import in_mpi_world
 from torch import Tensor
 from uploads import GivenUpload
 
 from hpcfl.communication.aggregation import cluster_means, layer_means, mean_of, weighted_mean, weighted_means
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.communicator import Communicator, open_world
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
-from hpcfl.parameters import Layer
+from hpcfl.parameters import Layer, Tensors
 
 LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
 SIZES = torch.tensor([3, 2, 4])
@@ -36,12 +35,7 @@ class CountingWorld(Communicator):
     """A world that counts the numbers it is given to move, by type."""
 
     def __init__(self, max_elements: int) -> None:
-        comm = None
-        if in_mpi_world():
-            from mpi4py import MPI
-
-            comm = MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
-        super().__init__(comm, max_elements)
+        super().__init__(open_world()._comm, max_elements)
         self.moved: Counter[str] = Counter()
         self.largest = 0
 
@@ -87,14 +81,11 @@ def masked(tensor: Tensor, keep: Tensor) -> Tensor:
 
 def masked_message(message: Message) -> Message:
     """Return a message whose layers that do not travel are zero."""
-    shared, per_client = (
-        {
-            name: masked(t, message.layer_mask[name]) if name in message.layer_mask else t
-            for name, t in of.items()
-        }
-        for of in (message.shared, message.per_client)
-    )
-    return replace(message, shared=shared, per_client=per_client)
+
+    def of(tensors: Tensors) -> Tensors:
+        return tensors | {n: masked(tensors[n], k) for n, k in message.layer_mask.items() if n in tensors}
+
+    return replace(message, shared=of(message.shared), per_client=of(message.per_client))
 
 
 def full_message(cohort: Cohort) -> Message:
@@ -146,10 +137,7 @@ def own_part(cohort: Cohort, world: Communicator) -> list[int]:
 
 def rows_of(message: Message, own: list[int]) -> Message:
     """Return the message of some of its clients."""
-    if not own:
-        return Message(num_clients=0)
-    keep = {name: mask if mask.dim() == 1 else mask[own] for name, mask in message.layer_mask.items()}
-    return Message({}, {name: rows[own] for name, rows in message.per_client.items()}, keep, len(own))
+    return message.select(own) if own else Message(num_clients=0)
 
 
 @pytest.mark.mpi
@@ -221,9 +209,7 @@ def test_only_kept_layers_travel() -> None:
     kept = int((keep["some"] * SIZES).sum()) + len(cohort) * 2 * 5
     channel = Channel(world, LAYERS, N)
     channel.down(whole if world.is_server else None, cohort)
-    assert (
-        world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.per_client.values())
-    )
+    assert world.moved["scatter float32"] == kept < 3 * P * len(cohort)
     assert world.moved["broadcast float32"] == 0
     own = own_part(cohort, world)
     channel.up(rows_of(whole, own), cohort).collect()
@@ -481,16 +467,3 @@ def test_statistics_whole_numbers_and_other_tensors_have_columns_of_their_own() 
     assert traffic.buffers.tolist() == traffic.indices.tolist() == [24, 24]
     assert {name: count.tolist() for name, count in traffic.others.items()} == {"mix": [40, 40]}
     assert not traffic.layers.any()
-
-
-def test_select_keeps_what_belongs_to_some_clients() -> None:
-    cohort = cohort_of(COHORTS[0])
-    message = full_message(cohort)
-    part = message.select(slice(1, 3))
-    assert part.num_clients == 2
-    assert torch.equal(part["theta"], message["theta"][1:3])
-    assert torch.equal(part["plain"], torch.arange(P).float().expand(2, P))
-    assert torch.equal(part.layer_mask["some"], message.layer_mask["some"][1:3])
-    assert torch.equal(part.layer_mask["branches"], message.layer_mask["branches"])
-    assert "theta" in part
-    assert "nothing" not in part

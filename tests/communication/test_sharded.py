@@ -73,9 +73,8 @@ def test_mixtures_are_the_weighted_sums_by_layer(shared_world: Communicator, cou
     mixed = called(shared_world, rows, lambda: rows.mix(weights))
     if mixed is None:
         return
-    expected = torch.cat(
-        [weights[:, number].double() @ part for number, part in enumerate(by_layer(models()))], dim=1
-    )
+    parts = [weights[:, number].double() @ part for number, part in enumerate(by_layer(models()))]
+    expected = torch.cat(parts, dim=1)
     assert isinstance(mixed, Tensor)
     torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(mixed, alone(lambda one: one.mix(weights)))

@@ -37,11 +37,7 @@ def test_a_run_over_ofi_has_the_bits_of_one_rank(
     tmp_path: Path, mpirun_command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_digits(tmp_path / "digits.npz")
-    settings = [
-        *tiny_settings(tmp_path / "digits.npz"),
-        *method_settings("fedfomo"),
-        "train.participation=0.6",
-    ]
+    settings = [*tiny_settings(tmp_path / "digits.npz"), *method_settings("fedfomo")]
     assert run_here(tmp_path / "one", settings) == 0
     for name, value in TRANSPORTS["ofi"].items():
         monkeypatch.setenv(name, value)

@@ -398,10 +398,8 @@ with abort_on_exception(world):
 """
     done = mpirun(3, "-c", code, timeout=60, check=False, anew=True)
     assert done.returncode != 0
-    headed = re.findall(
-        r"^rank (\d) of 3 on .* failed, so all ranks stop\nTraceback", done.stderr, re.MULTILINE
-    )
-    messages = re.findall(r"^RuntimeError: no client on rank (\d)$", done.stderr, re.MULTILINE)
+    headed = re.findall(r"^rank (\d) of 3 on .* failed, so all ranks stop\nTraceback", done.stderr, re.M)
+    messages = re.findall(r"^RuntimeError: no client on rank (\d)$", done.stderr, re.M)
     assert headed == messages
     assert done.stderr.count("Traceback") == len(set(headed)) >= 1
     assert set(headed) <= {"1", "2"}

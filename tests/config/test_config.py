@@ -13,7 +13,7 @@ from hpcfl.config.keys import RESULT_NEUTRAL, Config, TrainConfig, flatten
 from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.registries import load_config, resolve
+from hpcfl.registries import load_config
 
 
 def write(path: Path, text: str) -> Path:
@@ -47,9 +47,8 @@ def test_values_have_the_types_of_their_keys() -> None:
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "a.yaml", "train: {rounds: 5, lr: 1e-2}\ndata:\n  partition: {classes_per_client: 2}\n"
-    )
+    text = "train: {rounds: 5, lr: 1e-2}\ndata:\n  partition: {classes_per_client: 2}\n"
+    file = write(tmp_path / "a.yaml", text)
     config = load_config(file, ["train.rounds=6", "train.rounds=7"])
     assert (config.train.rounds, config.train.lr) == (7, 0.01)
     assert config.partition.options.model_dump() == {"classes_per_client": 2}
@@ -158,18 +157,9 @@ def test_the_run_name_tells_configurations_apart() -> None:
     same = {key for key in keys if altered(config, key).short_hash() == config.short_hash()}
     own = {"method.path", "model.path", "data.partition.path", "data.reader"}
     assert same == {"train.rounds", *RESULT_NEUTRAL} - own
-    assert set(RESULT_NEUTRAL) - own == {
-        "data.root",
-        "run.checkpoint_every",
-        "run.max_elements",
-        "run.metrics",
-        "run.on_divergence",
-        "run.placement",
-        "run.report",
-        "run.state",
-        "run.timeout",
-        "run.tracker",
-    }
+    of_run = ["checkpoint_every", "max_elements", "metrics", "on_divergence", "placement", "report", "state"]
+    neutral = {"data.root", *(f"run.{key}" for key in [*of_run, "timeout", "tracker"])}
+    assert set(RESULT_NEUTRAL) - own == neutral
 
 
 def test_the_name_of_a_configuration_stays_what_it_was() -> None:
@@ -290,13 +280,6 @@ def test_another_method_is_one_difference_and_so_is_a_key_that_one_side_has_unle
     assert differences(pfedla, fedavg) == ["method.name: pfedla there, fedavg here"]
     older = pfedla | {"run": {key: value for key, value in pfedla["run"].items() if key != "threads"}}
     assert differences(older, pfedla) == ["run.threads: (not set) there, 1 here"]
-    older = pfedla | {
-        "comm": {key: value for key, value in pfedla["comm"].items() if key != "error_feedback"}
-    }
+    comm = pfedla["comm"]
+    older = pfedla | {"comm": {key: comm[key] for key in comm if key != "error_feedback"}}
     assert differences(older, pfedla) == differences(pfedla, older) == []
-
-
-def test_resolve_leaves_its_argument_alone() -> None:
-    tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
-    resolve(tree)
-    assert tree == {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}

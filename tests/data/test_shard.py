@@ -100,13 +100,6 @@ def test_a_rank_without_clients_has_an_empty_shard() -> None:
     assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
 
 
-def test_a_sample_has_the_same_bits_in_every_shard() -> None:
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-    together = Shard.build(pool(), PARTS, range(0, 3), mean, std, "cpu")
-    alone = Shard.build(pool(), PARTS, range(1, 2), mean, std, "cpu")
-    assert torch.equal(together.samples("train", 1)[0], alone.samples("train", 0)[0])
-
-
 def test_normalisation_by_hand() -> None:
     shard = Shard.build(pool(), PARTS, range(0, 1), (0.5, 0.25, 0.0), (0.5, 0.25, 2.0), "cpu")
     # Sample 1 holds 1, 101 and 201 in its three channels.

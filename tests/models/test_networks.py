@@ -241,15 +241,12 @@ def test_vmap_over_models_gives_each_model_s_gradient(
     x = torch.stack([drawn(sample, 5, seed) for seed in range(3)])
     x = x if sample.vocabulary else x.double()
     batch = Batch(slice(None), x, torch.arange(5).expand(3, -1), torch.arange(5).expand(3, -1))
-    together, losses = BatchedEngine(networks[0], layout, 3).gradient(
-        cross_entropy_loss, {"theta": theta}, buffers.clone(), batch
-    )
+    batched = BatchedEngine(networks[0], layout, 3)
+    together, losses = batched.gradient(cross_entropy_loss, {"theta": theta}, buffers.clone(), batch)
     loop = LoopEngine(networks[0], layout)
     for n in range(3):
-        alone = Batch(slice(None), x[n : n + 1], batch.y[:1], batch.index[:1])
-        gradient, loss = loop.gradient(
-            cross_entropy_loss, {"theta": theta[n : n + 1]}, buffers[n : n + 1], alone
-        )
+        alone, own = Batch(slice(None), x[n : n + 1], batch.y[:1], batch.index[:1]), slice(n, n + 1)
+        gradient, loss = loop.gradient(cross_entropy_loss, {"theta": theta[own]}, buffers[own], alone)
         torch.testing.assert_close(gradient["theta"][0], together["theta"][n], rtol=0, atol=1e-12)
         torch.testing.assert_close(loss[0], losses[n], rtol=0, atol=1e-12)
 
@@ -287,13 +284,8 @@ def test_blocks_of_the_transformer_are_torch_s() -> None:
     with torch.no_grad():
         twin.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
         twin.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
-    for name, layer in {
-        "self_attn.out_proj": block.out,
-        "linear1": block.fc1,
-        "linear2": block.fc2,
-        "norm1": block.norm1,
-        "norm2": block.norm2,
-    }.items():
+    ours = {"self_attn.out_proj": block.out, "linear1": block.fc1, "linear2": block.fc2}
+    for name, layer in (ours | {"norm1": block.norm1, "norm2": block.norm2}).items():
         twin.get_submodule(name).load_state_dict(layer.state_dict())
     x = torch.randn(3, 20, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(block(x), twin(x), rtol=0, atol=1e-12)
