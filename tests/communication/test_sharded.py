@@ -76,7 +76,7 @@ def test_mixtures_are_the_weighted_sums_by_layer(shared_world: Communicator, cou
     parts = [weights[:, number].double() @ part for number, part in enumerate(by_layer(models()))]
     expected = torch.cat(parts, dim=1)
     assert isinstance(mixed, Tensor)
-    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(mixed.double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(mixed, alone(lambda one: one.mix(weights)))
 
 
@@ -91,7 +91,7 @@ def test_products_are_those_of_each_layer_with_each_client(shared_world: Communi
     pairs = zip(by_layer(vectors), by_layer(models()), strict=True)
     expected = torch.stack([vector @ model.T for vector, model in pairs], dim=1)
     assert isinstance(products, Tensor)
-    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=2e-4)
+    assert torch.allclose(products.double(), expected, rtol=1e-5, atol=2e-4)
     assert torch.equal(products, alone(lambda one: one.products(vectors)))
 
 

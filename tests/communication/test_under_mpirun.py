@@ -16,7 +16,12 @@ COLLECTIVE = [
 def run_collective_tests(
     mpirun_command: Sequence[str], ranks: int, env: Mapping[str, str] | None = None
 ) -> None:
-    """Run all collective tests on so many ranks; none may fail on any."""
+    """Run all collective tests on so many ranks; none may fail on any.
+
+    The ranks are copies of this process, and some tests need what torch imports in a second and more.
+    """
+    import torch._dynamo  # noqa: F401
+
     words = ("-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", *COLLECTIVE)
     done = run_ranks([*mpirun_command], ranks, *words, timeout=300, env=env)
     assert done.stdout.count(" passed") == ranks
