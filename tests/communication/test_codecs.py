@@ -288,7 +288,7 @@ def test_what_was_sent_and_what_is_left_are_all_differences(share: float) -> Non
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the bytes of numbers and indices that rounds of four clients, without evaluations, give to MPI."""
+    """Return the bytes of numbers and indices that rounds of four clients, not evaluations, give to MPI."""
     total, is_round, copies = Counter[str](), False, 1
     pack, broadcast, round_of = channel_module._pack, Channel._broadcast, Simulation._round
 

@@ -236,8 +236,6 @@ def test_pfedmb_pools_share_one_proportion_by_client_and_class() -> None:
     whole = train + val + test
     assert np.abs(test - whole / 6).max() <= 0.5
     assert np.abs(val - whole / 6).max() <= 0.6
-    for pool, size in ((train, 40_000), (val, 10_000), (test, 10_000)):
-        assert abs(pool.sum() - size) <= 75
     assert whole.sum() == 60_000
 
 
