@@ -21,13 +21,12 @@ from hpcfl.main import main
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import describe, load_data
 
-SEED = 5
 ALL = np.arange(6)
 
 
-def shift(*words: str, clients: int = 5) -> Shift:
+def shift(*words: str, clients: int = 5, seed: int = 5) -> Shift:
     """Return the shift of a federation of so many clients."""
-    config = load_config(None, [*words, f"data.clients={clients}", f"data.seed={SEED}"])
+    config = load_config(None, [*words, f"data.clients={clients}", f"data.seed={seed}"])
     found = shift_of(config.data, config.data_seed, clients)
     assert found is not None
     return found
@@ -121,10 +120,8 @@ def test_clients_of_a_group_share_a_shift_and_others_do_not(kind: str) -> None:
     assert torch.equal(found[1], found[4])
     assert torch.equal(found[0], found[6])
     assert not torch.equal(found[1], found[2])
-    other = load_config(None, [f"data.shift={kind}", "data.shift_groups=3", "data.seed=6"])
-    again = shift_of(other.data, other.data_seed, 7)
-    assert again is not None
-    assert torch.equal(again.changed(images(), 1, ALL), found[1]) == (kind in ("rotation", "blur"))
+    again = shift(f"data.shift={kind}", "data.shift_groups=3", clients=7, seed=6).changed(images(), 1, ALL)
+    assert torch.equal(again, found[1]) == (kind in ("rotation", "blur"))
 
 
 def test_all_splits_are_shifted_before_normalisation_and_the_pool_stays() -> None:
