@@ -320,9 +320,10 @@ def upload_of(tensor: Tensor, *cuts: int) -> Upload:
     return GivenUpload([(block, Message(per_client={"theta": tensor[block]})) for block in blocks])
 
 
-def test_a_weighted_mean_worked_out() -> None:
+def test_blocks_are_put_together_and_a_weighted_mean_worked_out() -> None:
     rows = torch.tensor([[8.0, 0.0], [0.0, 16.0], [4.0, -2.0]])
     assert weighted_mean(upload_of(rows, 2), "theta", torch.tensor([1, 3, 4])).tolist() == [3.0, 5.0]
+    assert torch.equal(upload_of(rows, 1, 2).collect()["theta"], rows)
     # whole numbers are rounded
     assert weighted_mean(upload_of(torch.full((3, 2), 7)), "theta", torch.ones(3)).tolist() == [7, 7]
 

@@ -136,6 +136,7 @@ MANY = ",".join(f"c{number}" for number in range(12))
         (TABLE, "target=kind categorical=[kind]", "names kind, and so does data.target; name it once"),
         (TABLE, "target=kind client_column=who partition.name=given", "names who, and there is no such co"),
         (TABLE, "target=kind", "column job is not of numbers, with 'nurse'; list it in data.categorical to"),
+        ("a,y\n1,0\n?,1\n2,0\n3,1\n", "target=y", "column a is not of numbers, with '?'; list it"),
         ("a,y\n1,0\n2,0\n", "target=y", "has one value, 0, in all rows; it needs two or more"),
         ("a,y\n1,0.5\n2,1.5\n3,7\n", "target=y", "data.target=y has 3 values in 3 rows; each value is a c"),
         ("y\n1\n2\n1\n2\n", "target=y", "has no columns beside y; it needs features"),

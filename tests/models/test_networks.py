@@ -229,6 +229,7 @@ def test_samples_of_another_kind_or_size_are_refused(name: str, sample: SampleTy
         ("lenet", SampleType(CIFAR), {"groupnorm": 8}),
         ("textcnn", TEXT, {}),
         ("transformer", TEXT, {"width": 8}),
+        ("transformer", SERIES, {"width": 8}),
         ("vit", SampleType(MNIST), {"width": 6, "layers": 2}),
     ],
 )
