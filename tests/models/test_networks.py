@@ -158,15 +158,11 @@ def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
 
 def test_pooling_before_relu_is_relu_before_pooling() -> None:
     network = network_of("lenet", MNIST)
-    named = dict(network.named_parameters())
-    papers = nn.Sequential(
-        nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
-    )
-    papers += nn.Sequential(nn.Flatten(), nn.Linear(512, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU())
-    papers.append(nn.Linear(84, 10))
-    with torch.no_grad():
-        for parameter, ours in zip(papers.parameters(), named.values(), strict=True):
-            parameter.copy_(ours)
+    first = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    linear = [nn.Linear(512, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+    papers = nn.Sequential(*first, *second, *linear)
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(network.parameters()), papers.parameters())
     x = drawn(SampleType(MNIST), 5)
     assert torch.equal(network(x), papers(x))
 
