@@ -6,6 +6,7 @@ Tests marked mpi run under any number of ranks: see test_under_mpirun.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def rows_of(world: Communicator, whole: Tensor) -> ShardedRows:
     return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N)
 
 
-def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Tensor | bool]) -> Tensor | bool | None:
+def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Any]) -> Any:
     """Call on rank 0 while the others serve."""
     if not world.is_server:
         rows.serve()
@@ -56,44 +57,28 @@ def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Tensor | b
     return found
 
 
-def alone(hook: Callable[[ShardedRows], Tensor]) -> Tensor:
-    """Return what one rank that has all rows finds."""
-    return hook(rows_of(Communicator(), models()))
-
-
 def by_layer(whole: Tensor) -> Sequence[Tensor]:
     return [whole[:, layer.start : layer.stop].double() for layer in LAYERS]
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [1, 7])
-def test_mixtures_are_the_weighted_sums_by_layer(shared_world: Communicator, count: int) -> None:
-    weights = random(count, len(LAYERS), N).softmax(dim=-1)
-    rows = rows_of(shared_world, models())
-    mixed = called(shared_world, rows, lambda: rows.mix(weights))
-    if mixed is None:
+def test_mixtures_and_products_are_by_layer_and_have_the_bits_of_one_rank(
+    shared_world: Communicator, count: int
+) -> None:
+    weights, vectors = random(count, len(LAYERS), N).softmax(dim=-1), random(count, SIZE, seed=2)
+    rows, alone = rows_of(shared_world, models()), rows_of(Communicator(), models())
+    found = called(shared_world, rows, lambda: (rows.mix(weights), rows.products(vectors)))
+    if found is None:
         return
-    expected = torch.cat(
-        [weights[:, number].double() @ part for number, part in enumerate(by_layer(models()))], dim=1
-    )
-    assert isinstance(mixed, Tensor)
-    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(mixed, alone(lambda one: one.mix(weights)))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("count", [1, 7])
-def test_products_are_those_of_each_layer_with_each_client(shared_world: Communicator, count: int) -> None:
-    vectors = random(count, SIZE, seed=2)
-    rows = rows_of(shared_world, models())
-    products = called(shared_world, rows, lambda: rows.products(vectors))
-    if products is None:
-        return
-    pairs = zip(by_layer(vectors), by_layer(models()), strict=True)
+    mixed, products = found
+    pairs = list(zip(by_layer(vectors), by_layer(models()), strict=True))
+    expected = torch.cat([weights[:, n].double() @ model for n, (_, model) in enumerate(pairs)], dim=1)
+    assert torch.allclose(mixed.double(), expected, rtol=1e-5, atol=1e-6)
     expected = torch.stack([vector @ model.T for vector, model in pairs], dim=1)
-    assert isinstance(products, Tensor)
-    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=2e-4)
-    assert torch.equal(products, alone(lambda one: one.products(vectors)))
+    assert torch.allclose(products.double(), expected, rtol=1e-5, atol=2e-4)
+    assert torch.equal(mixed, alone.mix(weights))
+    assert torch.equal(products, alone.products(vectors))
 
 
 @pytest.mark.mpi
@@ -108,9 +93,7 @@ def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) 
     found = called(shared_world, rows, put_and_read)
     expected = models()
     expected[COHORT] = new
-    if shared_world.is_server:
-        assert isinstance(found, Tensor)
-        assert torch.equal(found, expected)
+    assert not shared_world.is_server or torch.equal(found, expected)
 
 
 @pytest.mark.mpi

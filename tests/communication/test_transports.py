@@ -1,22 +1,21 @@
 """Ranks that talk over a network, as those of several nodes do, and not by a machine's shared memory.
 
-Each test runs tests of other files by `--transport`. Those of the default suite take a minute;
-`-m nodes` chooses the whole: collective tests, bits, resume, faults.
+`-m nodes` runs tests of other files by `--transport`: collective tests, bits, resume, faults.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import TRANSPORTS
-from processes import REPOSITORY, run_tree
+from bits import differing, method_settings, run_here, tiny_settings, write_digits
+from conftest import TRANSPORTS, openmpi_command
+from processes import run_in_one_world, run_tree
+from test_under_mpirun import COLLECTIVE, run_collective_tests
 
 NETWORKS = [name for name in TRANSPORTS if name != "shared-memory"]
-
-COLLECTIVE = ["communication/test_under_mpirun.py::test_collective_tests_pass[2]"]
-AMONG_NINE_RANKS = ["simulation/test_bits.py", "-k", "same_bits and 9-"]
 
 WHOLE = [
     "communication/test_under_mpirun.py",
@@ -25,38 +24,39 @@ WHOLE = [
 ]
 
 
-def run_over(transport: str, tests: list[str], timeout: float) -> None:
-    """Run some tests over a transport; none may fail, and some must pass."""
-    words = [word if word[0] == "-" or " " in word else f"tests/{word}" for word in tests]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--transport",
-        transport,
-        *words,
-    ]
-    done = run_tree([*command, "-W", "error"], timeout=timeout, check=False)
-    if "no Open MPI here" in done.stdout:
-        pytest.skip("no Open MPI here (packages openmpi-bin and libopenmpi-dev)")
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert re.search(r"\d+ passed", done.stdout)
+OF_MESSAGES = [path for path in COLLECTIVE if path.parent.name == "communication"]
+"""Files of collective tests that say something on two ranks."""
 
 
-@pytest.mark.parametrize(
-    ("transport", "tests"),
-    [("ucx", COLLECTIVE), ("ofi", AMONG_NINE_RANKS), ("openmpi-tcp", COLLECTIVE)],
-)
-def test_ranks_over_a_network(transport: str, tests: list[str]) -> None:
-    run_over(transport, tests, timeout=300)
+def test_collective_tests_pass_over_ucx(mpirun_command: list[str]) -> None:
+    run_collective_tests(mpirun_command, 2, OF_MESSAGES, TRANSPORTS["ucx"])
+
+
+def test_collective_tests_pass_with_open_mpi_over_tcp() -> None:
+    command = [*openmpi_command(), "--mca", "btl", "tcp,self"]
+    run_collective_tests(command, 2, OF_MESSAGES, TRANSPORTS["openmpi-tcp"])
+
+
+def test_a_run_over_ofi_has_the_bits_of_one_rank(
+    tmp_path: Path, mpirun_command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_digits(tmp_path / "digits.npz")
+    settings = [*tiny_settings(tmp_path / "digits.npz"), *method_settings("fedfomo")]
+    assert run_here(tmp_path / "one", settings) == 0
+    for name, value in TRANSPORTS["ofi"].items():
+        monkeypatch.setenv(name, value)
+    run_in_one_world(mpirun_command, 4, {tmp_path / "four": settings})
+    assert not differing(tmp_path / "one", tmp_path / "four")
 
 
 @pytest.mark.nodes
 @pytest.mark.parametrize("tests", WHOLE)
 @pytest.mark.parametrize("transport", NETWORKS)
 def test_all_over_a_network(transport: str, tests: str) -> None:
-    assert (REPOSITORY / "tests" / tests).exists()
-    run_over(transport, [tests], timeout=3600)
+    options = ["-q", "-p", "no:cacheprovider", "--transport", transport, "-W", "error"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/{tests}"]
+    done = run_tree(command, timeout=3600, check=False)
+    if "no Open MPI here" in done.stdout:
+        pytest.skip("no Open MPI here (packages openmpi-bin and libopenmpi-dev)")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.search(r"\d+ passed", done.stdout)

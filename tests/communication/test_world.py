@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
-from subprocess import CompletedProcess
 
 import pytest
 import torch
-from processes import Mpirun, run_tree
+from processes import Mpirun, run_forked
 
 from hpcfl.communication import heartbeat
 from hpcfl.communication.communicator import (
@@ -42,33 +40,26 @@ def test_roles(world: Communicator) -> None:
     assert world.is_server is (world.rank == 0)
     assert world.is_worker is (world.size == 1 or world.rank > 0)
     assert world.num_workers == max(1, world.size - 1)
-    expected_index = 0 if world.size == 1 else world.rank - 1
-    assert world.worker_index == expected_index
+    assert world.worker_index == (0 if world.size == 1 else world.rank - 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("num_items", [0, 1, 2, 10, 23])
-def test_shards_are_contiguous_and_even(world: Communicator, num_items: int) -> None:
-    shards = [world.shard(num_items, worker) for worker in range(world.num_workers)]
-    assert [item for shard in shards for item in shard] == list(range(num_items))
-    sizes = [len(shard) for shard in shards]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-    own = shards[world.worker_index] if world.is_worker else range(0)
-    assert world.shard(num_items) == own
-
-
-@pytest.mark.mpi
-def test_homes(world: Communicator) -> None:
+def test_shards_are_contiguous_and_even_and_homes_those_who_have_them(world: Communicator) -> None:
+    # more workers than items leave some without one
+    for num_items in (0, 2, 23):
+        shards = [world.shard(num_items, worker) for worker in range(world.num_workers)]
+        assert [item for shard in shards for item in shard] == list(range(num_items))
+        sizes = [len(shard) for shard in shards]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+        own = shards[world.worker_index] if world.is_worker else range(0)
+        assert world.shard(num_items) == own
+        of_shards = [worker for worker, size in enumerate(sizes) for _ in range(size)]
+        assert world.homes(range(num_items), num_items) == of_shards
+    # shards of 10 are 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9
     worked_out = {1: [0] * 5, 2: [0, 0, 0, 1, 1], 4: [0, 0, 1, 3, 3]}
-    """Shards of 10 are 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9."""
     homes = world.homes([0, 2, 4, 8, 9], 10)
     assert homes == worked_out.get(world.num_workers, homes)
-    assert world.homes([], 10) == []
-    # more workers than items leave some without one
-    for num_items in (10, 2):
-        of_shards = [w for w in range(world.num_workers) for _ in world.shard(num_items, w)]
-        assert world.homes(range(num_items), num_items) == of_shards
 
 
 @pytest.mark.mpi
@@ -108,60 +99,51 @@ def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_elements", [3, 2**27])
-def test_broadcast(dtype: torch.dtype, max_elements: int) -> None:
+def test_broadcast(max_elements: int) -> None:
     world = open_world(max_elements)
-    expected = numbers(10, dtype).reshape(2, 5)
-    tensor = expected.clone() if world.is_server else torch.zeros(2, 5, dtype=dtype)
-    world.broadcast(tensor)
-    assert torch.equal(tensor, expected)
-    world.broadcast(torch.empty(0, dtype=dtype))
+    for dtype in DTYPES:
+        expected = numbers(10, dtype).reshape(2, 5)
+        tensor = expected.clone() if world.is_server else torch.zeros(2, 5, dtype=dtype)
+        world.broadcast(tensor)
+        assert torch.equal(tensor, expected)
+    world.broadcast(torch.empty(0))
 
 
 @pytest.mark.mpi
 def test_a_large_broadcast_changes_only_the_slice_it_is_given(world: Communicator) -> None:
-    whole = torch.full((3, 1_000_000), -1.0)
+    whole, sent = torch.full((3, 1_000_000), -1.0), numbers(1_000_000, torch.float32)
     if world.is_server:
-        whole[1] = numbers(1_000_000, torch.float32)
+        whole[1] = sent
     world.broadcast(whole[1])
-    assert torch.equal(whole[1], numbers(1_000_000, torch.float32))
+    assert torch.equal(whole[1], sent)
     assert (whole[[0, 2]] == -1).all()
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 3])
-def test_scatter_and_gather_unequal_parts(world: Communicator, dtype: torch.dtype, offset: int) -> None:
+def test_scatter_and_gather_copy_unequal_parts(world: Communicator, offset: int) -> None:
     # Worker w gets 7 w + offset elements: without an offset the first one gets nothing.
     counts = [7 * worker + offset for worker in range(world.num_workers)]
-    everything = numbers(sum(counts), dtype)
-    part = world.scatter(everything if world.is_server else None, counts, dtype)
     own = slice(0, 0)
     if world.is_worker:
         own = slice(sum(counts[: world.worker_index]), sum(counts[: world.worker_index + 1]))
-    assert torch.equal(part, everything[own])
-    part = ~part if dtype == torch.bool else part + 1
-    result = world.gather(part, counts)
-    if world.is_server:
-        assert result is not None
-        assert result.dtype == dtype
-        assert torch.equal(result, ~everything if dtype == torch.bool else everything + 1)
-    else:
-        assert result is None
-
-
-@pytest.mark.mpi
-def test_parts_are_copies(world: Communicator) -> None:
-    counts = [2] * world.num_workers
-    sent = torch.zeros(2 * world.num_workers)
-    part = world.scatter(sent if world.is_server else None, counts, torch.float32)
-    part += 1
-    assert not sent.any()
-    result = world.gather(part, counts)
-    part += 1
-    if result is not None:
-        assert (result == 1).all()
+    for dtype in DTYPES:
+        everything = numbers(sum(counts), dtype)
+        sent = everything.clone()
+        part = world.scatter(sent if world.is_server else None, counts, dtype)
+        assert torch.equal(part, everything[own])
+        changed, expected = (~t if dtype == torch.bool else t + 1 for t in (part, everything))
+        part[:] = changed
+        assert torch.equal(sent, everything)
+        result = world.gather(part, counts)
+        part.zero_()
+        if world.is_server:
+            assert result is not None
+            assert result.dtype == dtype
+            assert torch.equal(result, expected)
+        else:
+            assert result is None
 
 
 @pytest.mark.mpi
@@ -183,7 +165,7 @@ def test_tensors_mpi_cannot_send_are_refused() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("max_elements", [1, 4, 2**27])
+@pytest.mark.parametrize("max_elements", [1, 2**27])
 def test_bytes(max_elements: int) -> None:
     world = open_world(max_elements)
     assert world.broadcast_bytes(b"hello world" if world.is_server else None) == b"hello world"
@@ -327,8 +309,6 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("num_gpus", "of_four"),
     [
-        (1, ["cuda:0 4", "cuda:0 4", "cuda:0 4", "cuda:0 4"]),
-        (2, ["cuda:0 2", "cuda:1 2", "cuda:0 2", "cuda:1 2"]),
         (3, ["cuda:0 2", "cuda:1 1", "cuda:2 1", "cuda:0 2"]),
         (8, ["cuda:0 1", "cuda:1 1", "cuda:2 1", "cuda:3 1"]),
     ],
@@ -340,23 +320,23 @@ def test_workers_of_a_node_take_turns_at_its_gpus(
     world = open_world()
     found = world.gather_bytes(f"{world.device('cuda')} {world.workers_on_device}".encode())
     workers = range(world.num_workers)
-    # by a network alone every rank is a node of its own
-    turns = [0 if "MPIR_CVAR_NOLOCAL" in os.environ else worker % num_gpus for worker in workers]
-    shared = {turn: 1 if "MPIR_CVAR_NOLOCAL" in os.environ else turns.count(turn) for turn in turns}
-    expected = [f"cuda:{turn} {shared[turn]}" for turn in turns]
-    assert world.num_workers != 4 or expected == of_four or "MPIR_CVAR_NOLOCAL" in os.environ
+    if "MPIR_CVAR_NOLOCAL" in os.environ:
+        # by a network alone every rank is a node of its own
+        expected = ["cuda:0 1" for _ in workers]
+    else:
+        turns = [worker % num_gpus for worker in workers]
+        expected = [f"cuda:{turn} {turns.count(turn)}" for turn in turns]
+        assert world.num_workers != 4 or expected == of_four
     if found is not None:
         assert [one.decode() for one in found] == ["cpu 1", *expected]
-
-
-def run_child(code: str, **environment: str) -> CompletedProcess[str]:
-    return run_tree([sys.executable, "-c", code], env=environment, check=False)
 
 
 def test_a_serial_world_never_imports_mpi() -> None:
     code = """
 import os, sys
 import torch
+for name in [name for name in sys.modules if name.startswith(("mpi4py", "hpcfl"))]:
+    del sys.modules[name]
 from hpcfl.communication.communicator import open_world
 for variables in ({}, {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_NTASKS": "9"}):
     os.environ.update(variables)
@@ -373,7 +353,7 @@ world.device("auto")
 assert not [name for name in sys.modules if name.startswith("mpi4py")]
 world.abort(7)
 """
-    done = run_child(code)
+    done = run_forked(["-c", code], check=False)
     assert (done.returncode, done.stderr) == (7, "")
 
 
@@ -385,20 +365,12 @@ SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
 @pytest.mark.parametrize(
     ("library", "environment", "said"),
     [
-        (
-            MPICH,
-            SRUN | PMIX,
-            "the launcher speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`",
-        ),
+        (MPICH, SRUN | PMIX, "speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`"),
         (MPICH, SRUN | PMI2, None),
         # as those that Open MPI's mpirun starts
-        (MPICH, PMIX | OMPI, "the launcher speaks PMIx, which this MPICH was built without; "),
+        (MPICH, PMIX | OMPI, "speaks PMIx, which this MPICH was built without; "),
         (MPICH.replace("hydra", "hydra --with-pmix"), SRUN | PMIX, None),
-        (
-            "Open MPI v4.1.4",
-            SRUN,
-            "the launcher does not speak PMIx, which Open MPI needs; .*`srun --mpi=pmix`",
-        ),
+        ("Open MPI v4.1.4", SRUN, "does not speak PMIx, which Open MPI needs; .*`srun --mpi=pmix`"),
         ("Open MPI v4.1.4", SRUN | PMIX, None),
         ("Open MPI v4.1.4", SRUN | PMI2 | {"MPI_LOCALNRANKS": "2"}, "which Open MPI needs; "),
     ],
@@ -414,26 +386,23 @@ def test_an_mpi_that_does_not_speak_as_its_launcher_is_refused_before_it_ends_th
         check_foreign_launcher(library)
 
 
-@pytest.mark.parametrize("failing", ["1", "01"])
-def test_an_exception_aborts_all_ranks(mpirun: Mpirun, failing: str) -> None:
-    code = f"""
+def test_an_exception_aborts_all_ranks(mpirun: Mpirun) -> None:
+    code = """
 from hpcfl.communication.communicator import abort_on_exception, open_world
 world = open_world()
 world.barrier()
 with abort_on_exception(world):
-    if str(world.rank) in "{failing}":
-        raise RuntimeError(f"no client on rank {{world.rank}}")
+    if world.rank:
+        raise RuntimeError(f"no client on rank {world.rank}")
     world.barrier()
 """
-    done = mpirun(2, "-c", code, timeout=60, check=False, anew=True)
+    done = mpirun(3, "-c", code, timeout=60, check=False, anew=True)
     assert done.returncode != 0
-    headed = re.findall(
-        r"^rank (\d) of 2 on .* failed, so all ranks stop\nTraceback", done.stderr, re.MULTILINE
-    )
-    messages = re.findall(r"^RuntimeError: no client on rank (\d)$", done.stderr, re.MULTILINE)
+    headed = re.findall(r"^rank (\d) of 3 on .* failed, so all ranks stop\nTraceback", done.stderr, re.M)
+    messages = re.findall(r"^RuntimeError: no client on rank (\d)$", done.stderr, re.M)
     assert headed == messages
     assert done.stderr.count("Traceback") == len(set(headed)) >= 1
-    assert set(headed) <= set(failing)
+    assert set(headed) <= {"1", "2"}
 
 
 @pytest.mark.parametrize("error", [UserError("no such file"), SystemExit(75), RuntimeError("serial")])

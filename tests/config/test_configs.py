@@ -42,35 +42,27 @@ POOLS = {
 }
 """Image shape and number of images of each class; those of 62 classes are made up, but for EMNIST's sum."""
 
-EXPECTED = {
-    "fedafk/cifar100_pathological.yaml": (20, 20, 10),
-    "fedafk/cifar100_practical.yaml": (20, 20, None),
-    "fedafk/cifar10_pathological.yaml": (20, 20, 2),
-    "fedafk/cifar10_practical.yaml": (20, 20, None),
-    "fedafk/mnist_pathological.yaml": (20, 20, 2),
-    "fedafk/mnist_practical.yaml": (20, 20, None),
-    "fedafk/small_practical.yaml": (20, 20, None),
-    "fedmn/cifar100_100clients.yaml": (100, 100, None),
-    "fedmn/cifar10_80clients.yaml": (80, 80, None),
-    "fedmn/emnist_100clients.yaml": (100, 100, None),
-    "fedmn/emnist_communication.yaml": (100, 100, None),
-    "fedmn/femnist_539clients.yaml": (539, 539, None),
-    "fedmn/small_mixture.yaml": (20, 20, None),
-    "pfedla/cifar100_noniid1_10clients.yaml": (10, 10, 12),
-    "pfedla/cifar10_noniid1_100clients.yaml": (100, 10, 4),
-    "pfedla/cifar10_noniid1_10clients.yaml": (10, 10, 4),
-    "pfedla/cifar10_noniid2_10clients.yaml": (10, 10, 10),
-    "pfedla/emnist_noniid1_10clients.yaml": (10, 10, 4),
-    "pfedla/fashionmnist_noniid1_10clients.yaml": (10, 10, 4),
-    "pfedmb/cifar10_dirichlet_15clients.yaml": (15, 15, None),
-    "pfedmb/cifar10_dirichlet_50clients.yaml": (50, 10, None),
-    "pfedmb/cifar10_pairs_10clients.yaml": (10, 10, 2),
-    "pfedmb/cifar10_random2_15clients.yaml": (15, 15, 2),
-    "pfedmb/cifar10_random2_50clients.yaml": (50, 10, 2),
-    "pfedmb/small_dirichlet.yaml": (15, 15, None),
-    "pfedmb/small_pairs.yaml": (10, 10, 2),
+MADE: dict[tuple[int, int, int | None], str] = {
+    (20, 20, 10): "fedafk/cifar100_pathological",
+    (20, 20, 2): "fedafk/cifar10_pathological fedafk/mnist_pathological",
+    (20, 20, None): "fedafk/cifar100_practical fedafk/cifar10_practical fedafk/mnist_practical"
+    " fedafk/small_practical fedmn/small_mixture",
+    (80, 80, None): "fedmn/cifar10_80clients",
+    (100, 100, None): "fedmn/cifar100_100clients fedmn/emnist_100clients fedmn/emnist_communication",
+    (539, 539, None): "fedmn/femnist_539clients",
+    (10, 10, 12): "pfedla/cifar100_noniid1_10clients",
+    (10, 10, 10): "pfedla/cifar10_noniid2_10clients",
+    (10, 10, 4): "pfedla/cifar10_noniid1_10clients pfedla/emnist_noniid1_10clients"
+    " pfedla/fashionmnist_noniid1_10clients",
+    (100, 10, 4): "pfedla/cifar10_noniid1_100clients",
+    (15, 15, None): "pfedmb/cifar10_dirichlet_15clients pfedmb/small_dirichlet",
+    (50, 10, None): "pfedmb/cifar10_dirichlet_50clients",
+    (10, 10, 2): "pfedmb/cifar10_pairs_10clients pfedmb/small_pairs",
+    (15, 15, 2): "pfedmb/cifar10_random2_15clients",
+    (50, 10, 2): "pfedmb/cifar10_random2_50clients",
 }
-"""Clients, those in a round, and classes a client, as the papers have them; None where they are drawn."""
+"""Files by clients, those in a round, and classes a client, as the papers have them; None: they are drawn."""
+EXPECTED = {f"{name}.yaml": numbers for numbers, names in MADE.items() for name in names.split()}
 
 TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").glob("*.yaml"))
 
@@ -125,12 +117,22 @@ def pool(config: Config) -> Arrays:
     return Arrays(x, y, len(sizes), 255.0, zeros, ones, owner)
 
 
-@cache
-def dealt(name: str) -> tuple[Config, Arrays, list[ClientIndices]]:
-    """Return the configuration of a file, its pool, and what each client gets of it."""
-    config = load(name)
-    arrays = pool(config)
-    return config, arrays, partition_samples(config, arrays)
+DEALT: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
+"""What `dealt` has found, by the settings that it depends on."""
+
+
+def dealt(config: Config) -> tuple[Arrays, list[ClientIndices]]:
+    """Return a configuration's pool, and what each client gets of it."""
+    key = f"{config.tree()['data']} {config.data_seed}"
+    if key not in DEALT:
+        arrays = pool(config)
+        DEALT[key] = arrays, partition_samples(config, arrays)
+    return DEALT[key]
+
+
+def classes_of_clients(arrays: Arrays, parts: list[ClientIndices]) -> np.ndarray:
+    """Return which classes each client has, bool [N, K]."""
+    return class_table(arrays.y, parts, arrays.num_classes) > 0
 
 
 def split_sizes(parts: list[ClientIndices]) -> list[int]:
@@ -146,11 +148,12 @@ def test_every_file_is_expected() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None:
     num_clients, cohort_size, classes_per_client = EXPECTED[name]
-    config, arrays, parts = dealt(name)
+    config = load(name)
+    arrays, parts = dealt(config)
     assert config.method.name == Path(name).parent.name
     assert (len(parts), config.train.cohort_size(len(parts))) == (num_clients, cohort_size)
     if classes_per_client is not None:
-        assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {classes_per_client}
+        assert set(classes_of_clients(arrays, parts).sum(axis=1)) == {classes_per_client}
     train, val, test = split_sizes(parts)
     assert test / (train + val + test) == pytest.approx(config.data.test_fraction, rel=0.02)
     assert val / (train + val) == pytest.approx(config.data.val_fraction, rel=0.01)
@@ -161,7 +164,7 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
 
 @pytest.mark.parametrize("name", ["fedmn/emnist_100clients.yaml", "fedmn/emnist_communication.yaml"])
 def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
-    _, arrays, parts = dealt(name)
+    arrays, parts = dealt(load(name))
     assert sum(split_sizes(parts)) == 81_425
     sizes = class_table(arrays.y, parts, arrays.num_classes).sum(axis=0)
     np.testing.assert_allclose(sizes, np.bincount(arrays.y) / 10, atol=300)
@@ -169,8 +172,7 @@ def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/cifar10")])
 def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
-    sizes = split_sizes(dealt(name)[-1])
-    assert sizes == pytest.approx([40000, 10000, 10000], abs=40)
+    assert split_sizes(dealt(load(name))[1]) == pytest.approx([40000, 10000, 10000], abs=40)
 
 
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
@@ -178,44 +180,45 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     assert {cell.config.method.name for cell in cells} == set(METHODS)
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
-    arrays = pool(cells[0].config)
-    parts = partition_samples(cells[0].config, arrays)
+    arrays, parts = dealt(cells[0].config)
     assert [len(part.train) + len(part.test) for part in parts] == [600] * 10
-    assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {4}
+    assert set(classes_of_clients(arrays, parts).sum(axis=1)) == {4}
     data = cells[0].config.tree()["data"]
     for cell in cells[: len(cells) // 3]:
         assert cell.config.tree()["data"] == data
         assert make_method(cell.config, arrays, parts).context.num_clients == 10
 
 
+def choices(cell: Cell) -> tuple[str, str, float]:
+    """Return what may be tuned: the method, its options and the step size."""
+    config = cell.config
+    return config.method.name, str(config.method.options), config.train.lr
+
+
 def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
     baselines, steps, tuning = map(table_of, ("baselines", "baselines_steps", "baselines_tuning"))
-
-    def choices(cell: Cell) -> tuple[object, ...]:
-        return cell.config.method.name, cell.config.method.options
 
     for cell in (*steps.cells, *tuning.cells):
         assert cell.config.run.eval_split == "val"
         assert cell.config.data.val_fraction == 0.2
-    tried = [(*choices(cell), cell.config.train.lr) for cell in steps.cells]
-    compared = [choices(cell) for cell in tuning.cells]
+    tried = [choices(cell) for cell in steps.cells]
+    compared = [choices(cell)[:2] for cell in tuning.cells]
     tuned = {row.label: row.tuned for row in baselines.rows}
     for cell in baselines.cells:
         assert cell.config.run.eval_split == "test"
         assert cell.config.data.val_fraction == 0
-        method, options = choices(cell)
-        assert (method, options, cell.config.train.lr) in tried
+        method, options, _ = choices(cell)
+        assert choices(cell) in tried
         *others, grid = str(tuned[cell.label]).split("; ")
         assert grid == "train.lr of 0.02, 0.05, 0.1, 0.2"
         if others:
             assert (method, options) in compared
             assert len([name for name, _ in compared if name == method]) > 1
         else:
-            assert options == METHODS[cell.config.method.name].Params()
-    same = ("data", "model")
+            assert options == str(METHODS[method].Params())
     ours, theirs = baselines.cells[0].config.tree(), tuning.cells[0].config.tree()
     ours["data"]["val_fraction"] = theirs["data"]["val_fraction"]
-    assert [ours[group] for group in same] == [theirs[group] for group in same]
+    assert (ours["data"], ours["model"]) == (theirs["data"], theirs["model"])
     assert ours["train"]["batch_size"] == theirs["train"]["batch_size"]
 
 
@@ -232,19 +235,12 @@ def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -
     table, tried = table_of(name), table_of(tuning)
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
     tuned = {row.label: row.tuned for row in table.rows}
-    known = {
-        (cell.config.method.name, str(cell.config.method.options), cell.config.train.lr)
-        for cell in tried.cells
-    }
+    known = {choices(cell) for cell in tried.cells}
     for cell in table.cells:
         text = tuned[cell.label] or "none"
         of_another_column = text.startswith("with Dirichlet") and "Dirichlet" not in cell.column
         if not text.startswith("none") and not of_another_column:
-            assert (
-                cell.config.method.name,
-                str(cell.config.method.options),
-                cell.config.train.lr,
-            ) in known, cell.place
+            assert choices(cell) in known, cell.place
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -258,7 +254,8 @@ def test_a_table_with_tuned_rows_names_the_file_that_tried_them(name: str) -> No
 
 @cache
 def paper_table(name: str) -> Table:
-    return Table(FOLDER / "tables" / f"{name}.yaml", ["data.path=FOLDER"] * ("femnist" in name), None)
+    path = FOLDER / "tables" / f"{name}.yaml"
+    return Table(path, ["data.path=FOLDER"]) if "femnist" in name else table_of(name)
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -277,20 +274,15 @@ def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -
 @pytest.mark.parametrize("name", PAPERS)
 def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
     table = paper_table(name)
-    of_column: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
     for cell in table.cells[: len(table.cells) // len(table.seeds)]:
-        if cell.column not in of_column:
-            arrays = pool(cell.config)
-            of_column[cell.column] = arrays, partition_samples(cell.config, arrays)
+        found = dealt(cell.config)
         # torchvision's take seconds
         if not isinstance(MODELS[cell.config.model.name], TorchvisionNet):
-            make_method(cell.config, *of_column[cell.column])
+            make_method(cell.config, *found)
 
 
 def test_pfedla_s_toy_example_has_nine_classes() -> None:
-    config = paper_table("pfedla_figure1").cells[0].config
-    arrays = pool(config)
-    owned = class_table(arrays.y, partition_samples(config, arrays), arrays.num_classes) > 0
+    owned = classes_of_clients(*dealt(paper_table("pfedla_figure1").cells[0].config))
     assert owned.sum(axis=1).tolist() == [4] * 6
     assert owned.any(axis=0).sum() == 9
 
@@ -311,23 +303,17 @@ def test_a_table_resolves_with_all_settings_that_its_comments_name(name: str) ->
             assert flat[key] == yaml.safe_load(value)
 
 
-def settings_in_comments() -> list[tuple[str, str]]:
-    """Return what the files' comments offer to type, as (file, key=value)."""
-    return [(name, found) for name in EXPECTED for found in re.findall(SETTING, comments(name))]
+def test_settings_that_the_comments_name_are_possible() -> None:
+    for name in EXPECTED:
+        for setting in re.findall(SETTING, comments(name)):
+            key, _, value = setting.partition("=")
+            assert flatten(load(name, setting).tree())[key] == yaml.safe_load(value), name
 
 
-@pytest.mark.parametrize(("name", "setting"), settings_in_comments())
-def test_settings_that_the_comments_name_are_possible(name: str, setting: str) -> None:
-    key, _, value = setting.partition("=")
-    assert flatten(load(name, setting).tree())[key] == yaml.safe_load(value)
-
-
-CHANGED = {
-    "baselines": {"per_fedavg", "fedafk"},
-    "pfedla_table1_evening_cifar10": {"Per-FedAvg", "FedRep"},
-    "pfedla_table1_evening_fashionmnist": {"Per-FedAvg", "FedRep"},
-    "pfedla_table2_evening_cifar10": {"Per-FedAvg", "FedRep"},
-    "pfedla_table2_evening_fashionmnist": {"Per-FedAvg", "FedRep"},
+CHANGED = {"baselines": {"per_fedavg", "fedafk"}} | {
+    f"pfedla_{table}_evening_{data}": {"Per-FedAvg", "FedRep"}
+    for table in ("table1", "table2")
+    for data in ("cifar10", "fashionmnist")
 }
 """By table, rows of its results that its file no longer has as they were; they wait for a run."""
 
@@ -359,19 +345,16 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     sizes = [line["size"].removesuffix("; one partition for all seeds") for line in lines]
     titles = [line["title"].partition(" (shrunk")[0] for line in lines]
     assert set(zip(titles, sizes, strict=True)) == {(table.title.partition(" (shrunk")[0], table.size or "")}
-    assert [name for name in lines[0] if name.startswith("accuracy_seed_")] == [
-        f"accuracy_seed_{seed}" for seed in table.seeds
-    ]
+    seeds = [name for name in lines[0] if name.startswith("accuracy_seed_")]
+    assert seeds == [f"accuracy_seed_{seed}" for seed in table.seeds]
     of_table = {(cell.label, cell.column): cell for cell in reversed(table.cells)}
     tuned = {row.label: row.tuned for row in table.rows}
     changed = CHANGED.get(name, set())
     assert changed <= {line["label"] for line in lines}
     kept = [line for line in lines if line["label"] not in changed]
     # a row of the file without a line is newer than the results
-    assert [(line["label"], line["column"]) for line in kept] == sorted(
-        ((line["label"], line["column"]) for line in kept),
-        key=lambda place: (table.columns.index(place[1]), table.labels.index(place[0])),
-    )
+    places = [(table.columns.index(line["column"]), table.labels.index(line["label"])) for line in kept]
+    assert places == sorted(places)
     for line in kept:
         cell = of_table[line["label"], line["column"]]
         config = cell.config

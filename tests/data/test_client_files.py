@@ -49,9 +49,19 @@ def pfllib(folder: Path) -> Arrays:
     return read_source(DataConfig(source="pfllib", path=str(folder)))
 
 
+def owners(arrays: Arrays) -> list[int]:
+    assert arrays.owner is not None
+    return arrays.owner.tolist()
+
+
+def held_out(arrays: Arrays) -> list[bool]:
+    assert arrays.is_test is not None
+    return arrays.is_test.tolist()
+
+
 def scaled(arrays: Arrays) -> np.ndarray:
-    """Return the values that normalisation starts from, float32."""
-    return arrays.x.astype(np.float32) / np.float32(arrays.scale)
+    """Return the values that normalisation starts from, float32 [n, 784]."""
+    return arrays.x.reshape(len(arrays.x), 784).astype(np.float32) / np.float32(arrays.scale)
 
 
 def test_femnist_orders_the_writers_of_all_files(tmp_path: Path) -> None:
@@ -59,14 +69,9 @@ def test_femnist_orders_the_writers_of_all_files(tmp_path: Path) -> None:
     leaf_file(tmp_path, "all_data_0.json", {"f0002_07": later})
     leaf_file(tmp_path, "all_data_1.json", {"f0001_41": earlier})
     arrays = femnist(tmp_path)
-    assert arrays.x.dtype == np.uint8
-    assert arrays.x.shape == (3, 1, 28, 28)
-    np.testing.assert_array_equal(scaled(arrays).reshape(3, 784), np.float32(earlier["x"] + later["x"]))
-    assert arrays.y.tolist() == [5, 61, 0]
-    assert arrays.owner is not None
-    assert arrays.owner.tolist() == [0, 1, 1]
-    assert arrays.owner.dtype == np.int64
-    assert arrays.is_test is None
+    assert (arrays.x.dtype, arrays.x.shape) == (np.uint8, (3, 1, 28, 28))
+    np.testing.assert_array_equal(scaled(arrays), np.float32(earlier["x"] + later["x"]))
+    assert (arrays.y.tolist(), owners(arrays), arrays.is_test) == ([5, 61, 0], [0, 1, 1], None)
     assert (arrays.num_classes, arrays.mean, arrays.std) == (62, (0.1307,), (0.3081,))
 
 
@@ -77,13 +82,10 @@ def test_femnist_keeps_the_split_of_leaf(tmp_path: Path) -> None:
         content = {"b": b, "few": {"x": [], "y": []}, "a": a}
         leaf_file(tmp_path / part, f"all_data_0_{part}_9.json", content, ["b", "a"])
     arrays = femnist(tmp_path)
-    assert arrays.owner is not None
-    assert arrays.is_test is not None
-    assert arrays.y.tolist() == [1, 2, 4, 3, 5, 6]
-    assert arrays.owner.tolist() == [0, 0, 0, 1, 1, 1]
-    assert arrays.is_test.tolist() == [False, False, True, False, True, True]
+    assert (arrays.y.tolist(), owners(arrays)) == ([1, 2, 4, 3, 5, 6], [0, 0, 0, 1, 1, 1])
+    assert held_out(arrays) == [False, False, True, False, True, True]
     images = [image for index in (0, 1) for part in parts.values() for image in part[index]["x"]]
-    np.testing.assert_array_equal(scaled(arrays).reshape(6, 784), np.float32(images))
+    np.testing.assert_array_equal(scaled(arrays), np.float32(images))
 
 
 def test_femnist_keeps_every_255th_as_a_byte_and_other_values_as_floats(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ IMAGE = [0.0] * 784
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", r"cannot be read as JSON \(JSONDecodeError"),
+        (b"{", r"cannot be read as JSON \(JSONDecodeError"),
         (b"\xff\xfe\x00", r"cannot be read as JSON \(UnicodeDecodeError"),
         ({"user_data": {}}, "has no field 'users'"),
         ({"users": "a", "user_data": {}}, "users must be a list"),
@@ -121,35 +123,32 @@ IMAGE = [0.0] * 784
     ],
 )
 def test_unfit_leaf_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "f.json"
     if isinstance(content, dict) and content.keys() & {"x", "y"}:
         content = {"users": ["a"], "user_data": {"a": content}}
-    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    file.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(UserError, match=f"^data.path={tmp_path}: f.json: {said}") as caught:
-        femnist(tmp_path)
-    assert "\n" not in str(caught.value)
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (tmp_path / "f.json").write_bytes(text)
+    assert_refused(femnist, tmp_path, f": f.json: {said}")
+
+
+def assert_refused(read: Callable[[Path], Arrays], folder: Path, said: str) -> None:
+    """Fail unless a folder is refused with one line that says this."""
+    with pytest.raises(UserError, match=f"^data.path={folder}.*{said}.*$"):
+        read(folder)
 
 
 def test_unfit_leaf_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r": no such folder; LEAF's data/femnist/preprocess.sh"):
-        femnist(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"has no files \*.json; LEAF's"):
-        femnist(tmp_path)
+    assert_refused(femnist, tmp_path / "absent", r": no such folder; LEAF's data/femnist/preprocess.sh")
+    assert_refused(femnist, tmp_path, r"has no files \*.json; LEAF's")
     leaf_file(tmp_path, "0.json", {"a": writer([0], 0)})
     again = leaf_file(tmp_path, "1.json", {"a": writer([0], 0)})
-    with pytest.raises(UserError, match=r"1.json: writer a is also in another file of that folder"):
-        femnist(tmp_path)
+    assert_refused(femnist, tmp_path, r"1.json: writer a is also in another file of that folder")
     again.unlink()
     leaf_file(tmp_path / "train", "0.json", {"a": writer([0], 0), "b": writer([0], 0)})
-    with pytest.raises(UserError, match="has a folder train but no folder test"):
-        femnist(tmp_path)
+    assert_refused(femnist, tmp_path, "has a folder train but no folder test")
     (tmp_path / "test").mkdir()
-    with pytest.raises(UserError, match=r"has no files test/\*.json"):
-        femnist(tmp_path)
+    assert_refused(femnist, tmp_path, r"has no files test/\*.json")
     leaf_file(tmp_path / "test", "0.json", {"a": writer([0], 0)})
-    with pytest.raises(UserError, match="writer b has no samples in test; split by samples"):
-        femnist(tmp_path)
+    assert_refused(femnist, tmp_path, "writer b has no samples in test; split by samples")
 
 
 def client(labels: list[int], seed: int) -> Fields:
@@ -172,13 +171,10 @@ def test_pfllib_is_read_client_by_client(tmp_path: Path) -> None:
     pfllib_folder(tmp_path, train, test)
     (tmp_path / "config.json").write_text("{}")
     arrays = pfllib(tmp_path)
-    assert arrays.owner is not None
-    assert arrays.is_test is not None
-    assert arrays.owner.tolist() == np.repeat(np.arange(11), 3).tolist()
-    assert arrays.is_test.tolist() == [False, False, True] * 11
-    np.testing.assert_array_equal(
-        arrays.x, np.concatenate([d["x"] for pair in zip(train, test, strict=True) for d in pair])
-    )
+    assert owners(arrays) == np.repeat(np.arange(11), 3).tolist()
+    assert held_out(arrays) == [False, False, True] * 11
+    expected = [part["x"] for of_client in zip(train, test, strict=True) for part in of_client]
+    np.testing.assert_array_equal(arrays.x, np.concatenate(expected))
     assert arrays.y[-3:].tolist() == [1, 1, 4]
     assert (arrays.x.dtype, arrays.y.dtype) == (np.float32, np.int64)
     assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (5, 1, (0.0,) * 3, (1.0,) * 3)
@@ -213,7 +209,7 @@ def npz_of_pickle(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("module", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("protocol", [2, 4])
 def test_pickles_of_older_numpy_are_read(protocol: int, module: bytes, tmp_path: Path) -> None:
     part = client([2, 0], 0)
     pfllib_folder(tmp_path, [part], [part])
@@ -254,9 +250,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(place: str, tmp_path: Path) 
     }[place]
     hostile = pickle.dumps(content, 4)
     npz_of_pickle(tmp_path / "test" / "0.npz", hostile)
-    with pytest.raises(UserError, match=r": test/0.npz: refused, since it wants to run code \(") as caught:
-        pfllib(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert_refused(pfllib, tmp_path, r": test/0.npz: refused, since it wants to run code \(")
     assert not trap.exists()
     pickle.loads(hostile)
     assert trap.exists()
@@ -267,8 +261,7 @@ def test_a_pickle_cannot_pass_bytes_for_objects(tmp_path: Path) -> None:
     pfllib_folder(tmp_path, [part], [part])
     objects = np.array({**part, "y": np.array([0, None])}, dtype=object)
     npz_of_pickle(tmp_path / "train" / "0.npz", pickle.dumps(objects, 4))
-    with pytest.raises(UserError, match=r"train/0.npz: cannot be read \(ValueError: an array of type O8"):
-        pfllib(tmp_path)
+    assert_refused(pfllib, tmp_path, r"train/0.npz: cannot be read \(ValueError: an array of type O8")
 
 
 def test_pfllib_s_texts_and_characters_are_tokens(tmp_path: Path) -> None:
@@ -305,10 +298,7 @@ GOOD = client([0, 1], 0)
         ({**GOOD, "x": [[0.0]]}, "x is not an array of numbers"),
         ({**GOOD, "x": GOOD["x"][0, 0, 0]}, r"x has shape \(5,\); must be images \[n, C, H, W\], series"),
         ({**GOOD, "x": np.array([[[1, 2], 2], [[1], 1]], object)}, r"cannot be read \(ValueError: "),
-        (
-            {**GOOD, "x": np.array([[[1, 2]], [[1, 3]]], object)},
-            "cannot be read .ValueError: x holds objects",
-        ),
+        ({**GOOD, "x": np.array([[[1, 2]], [[1, 3]]], object)}, "cannot be read .ValueError: x holds obj"),
         ({**GOOD, "x": GOOD["x"].astype(np.int64)}, "x has type int64; allowed: uint8"),
         ({**GOOD, "x": GOOD["x"] * np.nan}, "x holds values that are not finite"),
         ({**GOOD, "y": GOOD["y"][:1]}, r"y has shape \(1,\), x has 2 samples"),
@@ -318,15 +308,7 @@ GOOD = client([0, 1], 0)
 def test_unfit_pfllib_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
     with np.errstate(invalid="ignore"):
         pfllib_folder(tmp_path, [GOOD, content], [GOOD, GOOD])
-    with pytest.raises(UserError, match=f"^data.path={tmp_path}: train/1.npz:? {said}") as caught:
-        pfllib(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_pfllib_labels_are_classes(tmp_path: Path) -> None:
-    pfllib_folder(tmp_path, [{**GOOD, "y": GOOD["y"] - 1}], [GOOD])
-    with pytest.raises(UserError, match=f"^data.path={tmp_path}: y holds labels -1..1; allowed: 0..K-1"):
-        pfllib(tmp_path)
+    assert_refused(pfllib, tmp_path, f": train/1.npz:? {said}")
 
 
 def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
@@ -336,46 +318,36 @@ def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 255
     pickled = pickle.dumps(np.array(GOOD, dtype=object), 4)
-
-    def refused() -> None:
-        with pytest.raises(UserError, match=r": train/0.npz: cannot be read \(.*PFLlib's") as caught:
-            pfllib(tmp_path)
-        assert "\n" not in str(caught.value)
-
+    said = r": train/0.npz: cannot be read \(.*PFLlib's"
     for content in (b"", b"no zip", whole[:-50], bytes(flipped)):
         file.write_bytes(content)
-        refused()
+        assert_refused(pfllib, tmp_path, said)
     for content in (b"", pickled[:-200], pickle.dumps({"x": 1}, 4), b"\x80\x04N."):
         npz_of_pickle(file, content)
-        refused()
+        assert_refused(pfllib, tmp_path, said)
     with file.open("wb") as stream:
         np.savez_compressed(stream, x=GOOD["x"], y=GOOD["y"])
-    refused()
+    assert_refused(pfllib, tmp_path, said)
 
 
-def test_missing_pfllib_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r": no such folder; PFLlib's dataset/generate_\*.py"):
-        pfllib(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"has no files train/\*.npz and test/\*.npz"):
-        pfllib(tmp_path)
+def test_unfit_pfllib_folders_are_refused(tmp_path: Path) -> None:
+    assert_refused(pfllib, tmp_path / "absent", r": no such folder; PFLlib's dataset/generate_\*.py")
+    assert_refused(pfllib, tmp_path, r"has no files train/\*.npz and test/\*.npz")
+    pfllib_folder(tmp_path / "labels", [{**GOOD, "y": GOOD["y"] - 1}], [GOOD])
+    assert_refused(pfllib, tmp_path / "labels", r": y holds labels -1..1; allowed: 0..K-1")
     pfllib_folder(tmp_path, [GOOD] * 3, [GOOD] * 2)
-    with pytest.raises(UserError, match=r"files of 3 clients but no test/2.npz; .* numbered 0..2"):
-        pfllib(tmp_path)
+    assert_refused(pfllib, tmp_path, r"files of 3 clients but no test/2.npz; .* numbered 0..2")
     for part in ("train", "test"):
         (tmp_path / part / "1.npz").rename(tmp_path / part / "7.npz")
-    with pytest.raises(UserError, match=r"files of 3 clients but no train/1.npz; .* numbered 0..2"):
-        pfllib(tmp_path)
+    assert_refused(pfllib, tmp_path, r"files of 3 clients but no train/1.npz; .* numbered 0..2")
 
 
 @pytest.mark.parametrize("source", ["femnist", "pfllib"])
 def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOLDER"
-    ):
+    with pytest.raises(UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOL"):
         read_source(DataConfig(source=source))
     with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; name yours with"):
         fetch(source, str(tmp_path))
-    assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"
 
 
 @pytest.mark.parametrize("source", ["femnist", "pfllib"])

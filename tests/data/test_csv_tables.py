@@ -32,25 +32,27 @@ def table(tmp_path: Path, text: str | bytes, *, name: str = "own.csv") -> str:
     return str(file)
 
 
-def settings(path: str, *words: str) -> list[str]:
-    return ["data.source=csv", f"data.path={path}", "model.name=mlp", *words]
+def settings(path: str, keys: str) -> list[str]:
+    """Return the settings of a table: keys of `data`, separated by spaces."""
+    chosen = [f"data.{key}" for key in keys.split()]
+    return ["data.source=csv", f"data.path={path}", "model.name=mlp", *chosen]
 
 
-def read(path: str, *words: str) -> Arrays:
-    return read_source(load_config(None, settings(path, *words)).data)
+def read(path: str, keys: str) -> Arrays:
+    return read_source(load_config(None, settings(path, keys)).data)
 
 
-def refusal(path: str, *words: str) -> str:
+def refusal(path: str, keys: str) -> str:
     """Return the line with which a table is refused, without its path."""
     with pytest.raises(UserError) as caught:
-        read(path, *words)
+        read(path, keys)
     said = str(caught.value)
     assert "\n" not in said
     return said.removeprefix(f"data.path={path}: ")
 
 
 def test_features_and_classes_by_hand(tmp_path: Path) -> None:
-    arrays = read(table(tmp_path, TABLE), "data.target=kind", "data.categorical=[job,town]")
+    arrays = read(table(tmp_path, TABLE), "target=kind categorical=[job,town]")
     # age, baker, "cook, old", nurse, hours, works, towns 3, 7 and 10
     expected = [
         [30, 0, 0, 1, 0.1, 1, 0, 1, 0],
@@ -66,20 +68,15 @@ def test_features_and_classes_by_hand(tmp_path: Path) -> None:
 
 def test_classes_may_be_numbers(tmp_path: Path) -> None:
     text = "x,y\n" + "".join(f"{i},{(10, 2, -1)[i % 3]}\n" for i in range(6))
-    assert read(table(tmp_path, text), "data.target=y").y.tolist() == [2, 1, 0, 2, 1, 0]
+    assert read(table(tmp_path, text), "target=y").y.tolist() == [2, 1, 0, 2, 1, 0]
     # written on another system
     other = table(tmp_path, b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
-    assert read(other, "data.target=y").x[:, 0].tolist() == list(range(6))
+    assert read(other, "target=y").x[:, 0].tolist() == list(range(6))
 
 
 def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> None:
-    words = [
-        "data.target=kind",
-        "data.client_column=town",
-        "data.partition.name=given",
-        "data.categorical=[job]",
-    ]
-    arrays = read(table(tmp_path, TABLE), *words)
+    keys = "target=kind client_column=town partition.name=given categorical=[job]"
+    arrays = read(table(tmp_path, TABLE), keys)
     assert arrays.owner is not None
     assert arrays.owner.tolist() == [0, 1, 1, 2]
     assert arrays.x[:, 0].tolist() == [40, 30, 50, 20]
@@ -89,24 +86,22 @@ def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> N
 def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> None:
     text = "a,b,job,y\n1,,nurse,0\n3,2,,1\n,4,cook,0\n5,6,cook,1\n,7,cook,0\n"
     path = table(tmp_path, text)
-    words = ["data.target=y", "data.categorical=[job]"]
-    assert refusal(path, *words) == (
+    keys = "target=y categorical=[job]"
+    assert refusal(path, keys) == (
         "of 5 rows some have no value (a 2, b 1, job 1); data.missing=drop leaves out such rows, "
         "data.missing=mean takes the mean of the column"
     )
     whole = "7,1,cook,0\n8,2,nurse,1\n9,3,cook,0\n"
-    dropped = read(table(tmp_path, text + whole, name="more.csv"), *words, "data.missing=drop")
+    dropped = read(table(tmp_path, text + whole, name="more.csv"), f"{keys} missing=drop")
     assert dropped.x.tolist() == [[5, 6, 1, 0], [7, 1, 1, 0], [8, 2, 0, 1], [9, 3, 1, 0]]
     assert dropped.y.tolist() == [1, 0, 1, 0]
-    said = refusal(path, *words, "data.missing=mean")
-    assert said.startswith(
-        "of 5 rows some have no value (job 1); data.missing=drop leaves out such rows, and "
-    )
-    means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), *words, "data.missing=mean")
+    said = refusal(path, f"{keys} missing=mean")
+    assert said.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
+    means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), f"{keys} missing=mean")
     assert means.x[:, 0].tolist() == [1, 3, 3, 5, 3]
     assert means.x[:, 1].tolist() == [4.75, 2, 4, 6, 7]
     # a row that is too short lacks values as well
-    assert "(b 1)" in refusal(table(tmp_path, "y,b\n0,1\n1\n0,1\n1,2\n"), "data.target=y")
+    assert "(b 1)" in refusal(table(tmp_path, "y,b\n0,1\n1\n0,1\n1,2\n"), "target=y")
 
 
 def test_it_is_normalised_by_the_training_rows_and_trains(tmp_path: Path) -> None:
@@ -114,11 +109,8 @@ def test_it_is_normalised_by_the_training_rows_and_trains(tmp_path: Path) -> Non
     y = stream.integers(2, size=80)
     rows = zip(100 * y + stream.normal(size=80), stream.normal(size=80), y, np.arange(80) % 4, strict=True)
     text = "a,b,y,who\n" + "".join(f"{a:g},{b:g},{c},p{d}\n" for a, b, c, d in rows)
-    words = settings(
-        table(tmp_path, text),
-        *("data.target=y", "data.client_column=who", "data.partition.name=given", "method.name=fedavg"),
-        *("train.rounds=5", "train.local_epochs=5", "run.report=false"),
-    )
+    words = settings(table(tmp_path, text), "target=y client_column=who partition.name=given")
+    words += ["method.name=fedavg", "train.rounds=5", "train.local_epochs=5", "run.report=false"]
     arrays, parts = load_data(load_config(None, words))
     record = describe(load_config(None, words).data, arrays, parts)
     train = arrays.x[np.concatenate([part.train for part in parts])]
@@ -134,118 +126,61 @@ MANY = ",".join(f"c{number}" for number in range(12))
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "keys", "said"),
     [
-        (TABLE, [], "data.target is not set: data.source=csv needs data.target=COLUMN"),
-        (
-            TABLE,
-            ["data.target=class"],
-            "data.target names class, and there is no such column; there are: age, job, hours, works, kind",
-        ),
-        (
-            f"{MANY}\n{MANY}\n",
-            ["data.target=y"],
-            "there are: c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 and 2 more",
-        ),
-        (TABLE.replace(",", ";"), ["data.target=kind"], "there are: age;job;hours;works;kind;town"),
-        (
-            TABLE,
-            ["data.target=kind", "data.categorical=[jobs]"],
-            "data.categorical names jobs, and there is no",
-        ),
-        (
-            TABLE,
-            ["data.target=kind", "data.categorical=[kind]"],
-            "data.categorical names kind, and so does data.target; name it once",
-        ),
-        (
-            TABLE,
-            ["data.target=kind", "data.client_column=who", "data.partition.name=given"],
-            "data.client_column names who, and there is no such column",
-        ),
-        (
-            TABLE,
-            ["data.target=kind"],
-            "column job is not of numbers, with 'nurse'; list it in data.categorical to make each of i",
-        ),
-        ("a,y\n1,0\n?,1\n2,0\n3,1\n", ["data.target=y"], "column a is not of numbers, with '?'; list it"),
-        (
-            "a,y\n1,0\n2,0\n",
-            ["data.target=y"],
-            "data.target=y has one value, 0, in all rows; it needs two or more",
-        ),
-        (
-            "a,y\n1,0.5\n2,1.5\n3,7\n",
-            ["data.target=y"],
-            "data.target=y has 3 values in 3 rows; each value is a c",
-        ),
-        ("y\n1\n2\n1\n2\n", ["data.target=y"], "has no columns beside y; it needs features"),
-        (
-            "a,y\n1,0\n1e39,1\n2,0\n3,1\n",
-            ["data.target=y"],
-            "column a holds values that are not finite in float32",
-        ),
-        ("a,y\n1,0\ninf,1\n2,0\n3,1\n", ["data.target=y"], "column a holds values that are not finite"),
-        ("a,y\n", ["data.target=y"], "has no rows below the names of its columns"),
-        ("a,y\n,0\n1,\n", ["data.target=y", "data.missing=drop"], "data.missing=drop leaves none of 2 rows"),
-        ("a,a,y\n1,2,0\n", ["data.target=y"], "two columns have the name a; rename one"),
-        (
-            ",a,y\n0,1,0\n",
-            ["data.target=y"],
-            "column 1 has no name, as an index that pandas wrote; name or rem",
-        ),
-        (
-            '"a\nb",y\n0,1\n',
-            ["data.target=y"],
-            "column 1 has the name 'a\\nb', which is not printable; rename",
-        ),
-        (
-            "a,y\n1,2,3\n",
-            ["data.target=y"],
-            "cannot be read as a CSV file (ParserWarning: Length of header or",
-        ),
-        ("a,y\n1,2\n1,2,3\n", ["data.target=y"], "cannot be read as a CSV file ("),
-        (b"", ["data.target=y"], "cannot be read as a CSV file (EmptyDataError"),
-        (b"a,y\n\xff\xfe,1\n", ["data.target=y"], "cannot be read as a CSV file (UnicodeDecodeError"),
-        (b"\x1f\x8b\x08\x00\x00", ["data.target=y"], "cannot be read as a CSV file (UnicodeDecodeError"),
-        (b'a,y\n"1,2\n', ["data.target=y"], "cannot be read as a CSV file ("),
+        (TABLE, "", "data.target is not set: data.source=csv needs data.target=COLUMN"),
+        (TABLE, "target=class", "names class, and there is no such column; there are: age, job, hours, w"),
+        (f"{MANY}\n{MANY}\n", "target=y", "there are: c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 and 2 more"),
+        (TABLE.replace(",", ";"), "target=kind", "there are: age;job;hours;works;kind;town"),
+        (TABLE, "target=kind categorical=[jobs]", "data.categorical names jobs, and there is no"),
+        (TABLE, "target=kind categorical=[kind]", "names kind, and so does data.target; name it once"),
+        (TABLE, "target=kind client_column=who partition.name=given", "names who, and there is no such co"),
+        (TABLE, "target=kind", "column job is not of numbers, with 'nurse'; list it in data.categorical to"),
+        ("a,y\n1,0\n?,1\n2,0\n3,1\n", "target=y", "column a is not of numbers, with '?'; list it"),
+        ("a,y\n1,0\n2,0\n", "target=y", "has one value, 0, in all rows; it needs two or more"),
+        ("a,y\n1,0.5\n2,1.5\n3,7\n", "target=y", "data.target=y has 3 values in 3 rows; each value is a c"),
+        ("y\n1\n2\n1\n2\n", "target=y", "has no columns beside y; it needs features"),
+        ("a,y\n1,0\n1e39,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite in float32"),
+        ("a,y\n1,0\ninf,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite"),
+        ("a,y\n", "target=y", "has no rows below the names of its columns"),
+        ("a,y\n,0\n1,\n", "target=y missing=drop", "data.missing=drop leaves none of 2 rows"),
+        ("a,a,y\n1,2,0\n", "target=y", "two columns have the name a; rename one"),
+        (",a,y\n0,1,0\n", "target=y", "column 1 has no name, as an index that pandas wrote; name or rem"),
+        ('"a\nb",y\n0,1\n', "target=y", "column 1 has the name 'a\\nb', which is not printable; rename"),
+        ("a,y\n1,2,3\n", "target=y", "cannot be read as a CSV file (ParserWarning: Length of header or"),
+        ("a,y\n1,2\n1,2,3\n", "target=y", "cannot be read as a CSV file ("),
+        (b"", "target=y", "cannot be read as a CSV file (EmptyDataError"),
+        (b"a,y\n\xff\xfe,1\n", "target=y", "cannot be read as a CSV file (UnicodeDecodeError"),
+        (b'a,y\n"1,2\n', "target=y", "cannot be read as a CSV file ("),
     ],
 )
-def test_unfit_tables_are_refused(text: str | bytes, words: list[str], said: str, tmp_path: Path) -> None:
-    assert said in refusal(table(tmp_path, text), *words)
+def test_unfit_tables_are_refused(text: str | bytes, keys: str, said: str, tmp_path: Path) -> None:
+    assert said in refusal(table(tmp_path, text), keys)
 
 
-def test_keys_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("source=digits path=null", "data.target=kind needs data.source=csv; set that, or data.target=null"),
+        ("client_column=town", "data.client_column=town needs data.partition.name=given; set that, or data."),
+        ("partition.name=given", "data.partition.name=given with data.source=csv needs data.client_column=C"),
+        ("missing=zero", "data.missing=zero is invalid; allowed: mean, "),
+    ],
+)
+def test_keys_that_would_have_no_effect_are_refused(keys: str, said: str, tmp_path: Path) -> None:
     path = table(tmp_path, TABLE)
-    for words, said in (
-        (["data.target=y"], "data.target=y needs data.source=csv; set that, or data.target=null"),
-        (
-            settings(path, "data.target=kind", "data.client_column=town"),
-            "data.client_column=town needs data.partition.name=given; set that, or data.client_column=null",
-        ),
-        (
-            settings(path, "data.target=kind", "data.partition.name=given"),
-            "data.partition.name=given with data.source=csv needs data.client_column=COLUMN, ",
-        ),
-        (
-            settings(path, "data.target=kind", "data.missing=zero"),
-            "data.missing=zero is invalid; allowed: mean, ",
-        ),
-    ):
-        with pytest.raises(UserError) as caught:
-            load_config(None, words)
-        assert str(caught.value).startswith(said)
-    assert load_config(None, settings(path, "data.target=kind")).partition.name == "dirichlet"
+    assert load_config(None, settings(path, "target=kind")).partition.name == "dirichlet"
+    assert refusal(path, f"target=kind {keys}").startswith(said)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    assert refusal(str(tmp_path), "data.target=y") == "no such file; name a CSV file, such as FILE.csv"
+    assert refusal(str(tmp_path), "target=y") == "no such file; name a CSV file, such as FILE.csv"
     with pytest.raises(UserError, match=r"^data.path is not set: data.source=csv needs data.path=FILE.csv"):
         read_source(DataConfig(source="csv", target="y"))
 
 
 def test_without_pandas_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    said = refusal(table(tmp_path, TABLE), "data.target=kind")
+    said = refusal(table(tmp_path, TABLE), "target=kind")
     assert said.startswith("data.source=csv needs the package pandas (")
     assert said.endswith('; install it with: pip install -e ".[tables]"')

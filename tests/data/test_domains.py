@@ -27,6 +27,7 @@ SIZES = {"a": 30, "b": 40, "c": 50}
 
 def npz_folder(folder: Path, **changed: dict[str, np.ndarray]) -> str:
     """Write three domains of grey images 4x4 with two classes; the domain's pixels are 10, 20 or 30."""
+    folder /= "sets"
     folder.mkdir()
     for number, (name, size) in enumerate(SIZES.items(), 1):
         arrays = {"x": np.full((size, 4, 4), 10 * number, np.uint8), "y": np.arange(size) % 2}
@@ -43,12 +44,16 @@ def read_csv(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.read_text().splitlines()))
 
 
+def words_of(path: str, *words: str) -> list[str]:
+    return ["data.source=domains", f"data.path={path}", *words]
+
+
 def read(path: str | Path, image_size: int | None = None, layout: str | None = None) -> Arrays:
     return read_source(DataConfig(source="domains", path=str(path), layout=layout, image_size=image_size))
 
 
 def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:
-    arrays = read(npz_folder(tmp_path / "sets"))
+    arrays = read(npz_folder(tmp_path))
     assert arrays.domains == ("a", "b", "c")
     assert arrays.owner is not None
     assert np.bincount(arrays.owner).tolist() == [30, 40, 50]
@@ -91,8 +96,7 @@ def test_images_are_brought_to_one_size(tmp_path: Path) -> None:
     ("name", "option"), [("iid", ""), ("classes", "classes_per_client=1"), ("dirichlet", "min_samples=3")]
 )
 def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path: Path) -> None:
-    path = npz_folder(tmp_path / "sets")
-    words = ["data.source=domains", f"data.path={path}", f"data.partition.name={name}"]
+    words = words_of(npz_folder(tmp_path), f"data.partition.name={name}")
     config = load_config(None, [*words, *[f"data.partition.{option}"] * bool(option)])
     assert config.data.clients == 10
     arrays, parts = load_data(config)
@@ -108,8 +112,8 @@ def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path:
 
 def test_domains_draw_from_streams_of_their_own(tmp_path: Path) -> None:
     same = {"x": np.zeros((60, 4, 4), np.uint8), "y": np.arange(60) % 2}
-    path = npz_folder(tmp_path / "sets", a=same, b=same, c=same)
-    words = ["data.source=domains", f"data.path={path}", "data.clients=6", "data.partition.name=dirichlet"]
+    path = npz_folder(tmp_path, a=same, b=same, c=same)
+    words = words_of(path, "data.clients=6", "data.partition.name=dirichlet")
     _, parts = load_data(load_config(None, words))
     sizes = [len(part.train) for part in parts]
     assert sizes[0::3] != sizes[1::3]
@@ -118,17 +122,15 @@ def test_domains_draw_from_streams_of_their_own(tmp_path: Path) -> None:
 
 
 def test_given_makes_each_domain_a_client(tmp_path: Path) -> None:
-    path = npz_folder(tmp_path / "sets")
-    words = ["data.source=domains", f"data.path={path}", "data.partition.name=given"]
+    words = words_of(npz_folder(tmp_path), "data.partition.name=given")
     arrays, parts = load_data(load_config(None, words))
     assert [len(part.train) + len(part.test) for part in parts] == [*SIZES.values()]
     assert domains_of(arrays, parts) == [*SIZES]
 
 
 def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command: list[str]) -> None:
-    path = npz_folder(tmp_path / "sets")
     words = [
-        *("data.source=domains", f"data.path={path}", "data.clients=7", "data.image_size=8"),
+        *words_of(npz_folder(tmp_path), "data.clients=7", "data.image_size=8"),
         *("data.unseen_clients=0.3", "model.name=mlp", "method.name=fedavg", "run.report=false"),
         *("train.rounds=1", "train.local_epochs=1", "data.shift=noise"),
     ]
@@ -141,13 +143,10 @@ def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command:
     assert hpcfl.load_run(tmp_path / "run").domains == of_clients
     run_in_one_world(mpirun_command, 3, {tmp_path / "run3": words})
     assert not differing(tmp_path / "run", tmp_path / "run3")
-    same = (tmp_path / "run3" / "partition.csv").read_bytes()
-    assert same == (tmp_path / "run" / "partition.csv").read_bytes()
 
 
 def test_a_plan_names_the_domain_of_each_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = npz_folder(tmp_path / "sets")
-    words = ["data.source=domains", f"data.path={path}", "data.clients=3", "model.name=mlp"]
+    words = words_of(npz_folder(tmp_path), "data.clients=3", "model.name=mlp")
     assert main(["plan", *words, "--no-timing"]) == FINISHED
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["client", "domain", "0", "1", "train", "val", "test"] in lines
@@ -156,21 +155,14 @@ def test_a_plan_names_the_domain_of_each_client(tmp_path: Path, capsys: pytest.C
 
 
 def test_results_of_a_table_tell_domains_apart(tmp_path: Path) -> None:
-    path = npz_folder(tmp_path / "sets")
+    path = npz_folder(tmp_path)
     (tmp_path / "two.yaml").write_text(
         f"settings:\n  data: {{source: domains, path: {path}, clients: 4}}\n  model: {{name: mlp}}\n"
         "  train: {rounds: 2, local_epochs: 1}\n  run: {report: false}\ntitle: Two\nseeds: [0]\nrows:\n"
         "  - {method: {name: fedavg}}\n"
     )
-    words = [
-        "table",
-        str(tmp_path / "two.yaml"),
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-        "--write-results",
-    ]
-    assert main(words) == FINISHED
+    words = ["table", str(tmp_path / "two.yaml"), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main([*words, "--write-results"]) == FINISHED
     of_clients, of_domains = (
         read_csv(tmp_path / "results" / f"two_{name}.csv") for name in ("clients", "diagnostics")
     )
@@ -190,21 +182,15 @@ LABELS = np.array([0, 1, 0, 1])
     ("arrays", "said"),
     [
         ({"x": GREY.astype(np.float32)}, r"of several types \(a uint8, b float32, c uint8\)"),
-        (
-            {"x": np.zeros((4, 2, 4, 4), np.uint8)},
-            r"images have \[1, 2\] channels; allowed: one number, or 1 ",
-        ),
+        ({"x": np.zeros((4, 2, 4, 4), np.uint8)}, r"images have \[1, 2\] channels; allowed: one number, or"),
         ({"x": np.zeros((4, 5), np.float32)}, r"x has shape \(4, 5\); domains are of images"),
         ({"y": LABELS[:3]}, r"y has shape \(3,\), x has 4 samples"),
         ({"y": LABELS - 1}, "y holds labels -1"),
-        (
-            {"client": LABELS},
-            "data.source=domains has no use for its array client; save the file",
-        ),
+        ({"client": LABELS}, "data.source=domains has no use for its array client; save the file"),
     ],
 )
 def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
-    path = npz_folder(tmp_path / "sets", b={"x": GREY, "y": LABELS} | arrays)
+    path = npz_folder(tmp_path, b={"x": GREY, "y": LABELS} | arrays)
     with pytest.raises(UserError, match=f"^data.path={path}(/b.npz)?: .*{said}") as caught:
         read(path, layout="NCHW")
     assert "\n" not in str(caught.value)
@@ -217,9 +203,7 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(
-        UserError, match=r"no such folder; it must have DOMAIN.npz files \(x, y\), or folders"
-    ):
+    with pytest.raises(UserError, match=r"no such folder; it must have DOMAIN.npz files \(x, y\), or folde"):
         read(tmp_path / "absent")
     assert "has no domains; it must have" in refusal()
     (tmp_path / "photo").mkdir()
@@ -242,21 +226,13 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
-    path = npz_folder(tmp_path / "sets", b={"y": np.zeros(40, np.int64)})
-    words = ["data.source=domains", f"data.path={path}"]
+    path = npz_folder(tmp_path, b={"y": np.zeros(40, np.int64)})
+    of_two = ["data.partition.name=classes", "data.partition.classes_per_client=2"]
     for more, said in (
-        (
-            ["data.clients=2"],
-            "data.clients=2: the source has 3 domains, and each needs a client; set data.cl",
-        ),
-        (
-            ["data.partition.name=classes", "data.partition.classes_per_client=2"],
-            "domain b with 3 clients: data.clients=3: class 1 has 0 samples",
-        ),
+        (["data.clients=2"], "data.clients=2: the source has 3 domains, and each needs a client; set data."),
+        (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples"),
     ):
-        with pytest.raises(UserError) as caught:
-            load_data(load_config(None, words + more))
-        assert str(caught.value).startswith(said)
-        assert "\n" not in str(caught.value)
+        with pytest.raises(UserError, match=f"^{said}.*$"):
+            load_data(load_config(None, words_of(path, *more)))
     with pytest.raises(UserError, match=r"^data.image_size=8 needs data.source=domains; set that"):
         load_config(None, ["data.image_size=8"])

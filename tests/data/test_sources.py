@@ -6,15 +6,14 @@ import gzip
 import hashlib
 import pickle
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes import run_tree
 
 from hpcfl.config.keys import DataConfig
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType
@@ -82,19 +81,6 @@ def test_digits_are_the_bundled_1797() -> None:
     assert (arrays.x / 16).std() == pytest.approx(arrays.std[0], abs=5e-5)
 
 
-def test_torchvision_is_imported_without_its_compiled_part() -> None:
-    code = (
-        "import torch\n"
-        "def refuse(path): raise OSError('no such library')\n"
-        "torch.ops.load_library = refuse\n"
-        "from hpcfl.torchvision_parts import torchvision_part\n"
-        "print(torchvision_part('datasets').MNIST, torchvision_part('models').resnet18)"
-    )
-    done = run_tree([sys.executable, "-c", code])
-    assert "MNIST" in done.stdout
-    assert "resnet18" in done.stdout
-
-
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
 def test_mnist_and_fashionmnist_are_train_then_test(name: str, folder: str, tmp_path: Path) -> None:
     images = write_idx_set(tmp_path / folder / "raw", "train", "t10k", ([3, 0, 9], [7, 3]))
@@ -109,9 +95,7 @@ def test_mnist_and_fashionmnist_are_train_then_test(name: str, folder: str, tmp_
 @pytest.mark.parametrize(
     ("split", "stored", "labels", "num_classes"),
     [
-        ("mnist", ([3, 0], [9]), [3, 0, 9], 10),
         ("letters", ([1, 26], [2]), [0, 25, 1], 26),
-        ("balanced", ([0, 46], [5]), [0, 46, 5], 47),
         ("byclass", ([61, 0], [5]), [61, 0, 5], 62),
     ],
 )
@@ -132,7 +116,7 @@ def test_cifar_is_read_from_the_pickles_of_python_2(
 ) -> None:
     images, labels = write_cifar(tmp_path, name, monkeypatch)
     arrays = read_source(DataConfig(source=name, root=str(tmp_path)))
-    assert arrays.x.shape == (num_samples, 3, 32, 32)
+    assert len(arrays.x) == num_samples
     np.testing.assert_array_equal(arrays.x, images)
     assert arrays.y.tolist() == labels
 
@@ -162,9 +146,8 @@ def test_damaged_files_say_so(file: str, content: bytes, tmp_path: Path) -> None
     folder = tmp_path / "MNIST" / "raw"
     write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
     (folder / file).write_bytes(content)
-    with pytest.raises(
-        UserError, match=f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
-    ):
+    said = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
+    with pytest.raises(UserError, match=said):
         read_source(DataConfig(source="mnist", root=str(tmp_path)))
 
 
@@ -223,21 +206,23 @@ def write_npz(folder: Path, **arrays: np.ndarray) -> str:
     return str(path)
 
 
+def read_npz(path: Path | str | None, layout: str | None = None) -> Arrays:
+    return read_source(DataConfig(source="npz", path=path and str(path), layout=layout))
+
+
 def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
     x = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     path = write_npz(tmp_path, x=x, y=np.array([0, 1], np.int32))
-    last = read_source(DataConfig(source="npz", path=path, layout="NHWC"))
-    assert last.x.shape == (2, 3, 4, 5)
-    assert last.x[1, 2, 3, 4] == x[1, 3, 4, 2]
+    last = read_npz(path, "NHWC")
+    np.testing.assert_array_equal(last.x, x.transpose(0, 3, 1, 2))
     assert (last.num_classes, last.scale, last.mean, last.std) == (2, 255, (0.5,) * 3, (0.5,) * 3)
     assert last.y.dtype == np.int64
-    first = read_source(DataConfig(source="npz", path=path, layout="NCHW"))
-    np.testing.assert_array_equal(first.x, x)
+    np.testing.assert_array_equal(read_npz(path, "NCHW").x, x)
 
 
 def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
     x = np.linspace(-1, 1, 3 * 4 * 5).reshape(3, 4, 5)
-    arrays = read_source(DataConfig(source="npz", path=write_npz(tmp_path, x=x, y=np.array([2, 0, 1]))))
+    arrays = read_npz(write_npz(tmp_path, x=x, y=np.array([2, 0, 1])))
     assert arrays.x.dtype == np.float32
     np.testing.assert_allclose(arrays.x[:, 0], x, rtol=1e-7)
     assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (3, 1, (0.0,), (1.0,))
@@ -256,10 +241,7 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": np.zeros(3), "y": GOOD_Y}, "x has 1 dimensions; allowed: 4 .images., 3 "),
         ({"x": np.array([[1, -1]] * 3), "y": GOOD_Y}, "x holds tokens -1..1; allowed: 0..16777215 "),
         ({"x": GOOD_X, "y": GOOD_Y, "client": np.array([0, 1])}, r"client has shape \(2,\) and type int64"),
-        (
-            {"x": GOOD_X, "y": GOOD_Y, "client": np.array([0, 1, 1.5])},
-            "number or a text for each of 3 samples",
-        ),
+        ({"x": GOOD_X, "y": GOOD_Y, "client": GOOD_Y + 0.5}, "number or a text for each of 3 samples"),
         (TEXTS | {"x": np.ones((3, 2)), "vocabulary": np.array(9)}, "tokens are whole numbers "),
         (TEXTS | {"vocabulary": np.array(0)}, "vocabulary must be one whole number"),
         (TEXTS | {"vocabulary": np.array(4)}, "x holds tokens 0..4; allowed: 0..3 "),
@@ -274,46 +256,41 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": GOOD_X, "y": GOOD_Y + 1}, "y holds labels 1..3, and classes count from 0"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array has dtype object "),
-        (
-            {"x": UNEQUAL_X, "y": GOOD_Y},
-            "unequal length.*: crop or pad all samples to one length",
-        ),
+        ({"x": UNEQUAL_X, "y": GOOD_Y}, "unequal length.*: crop or pad all samples to one length"),
     ],
 )
 def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     path = write_npz(tmp_path, **arrays)
     with pytest.raises(UserError, match=f"^data.path={path}: .*{message}"):
-        read_source(DataConfig(source="npz", path=path))
+        read_npz(path)
 
 
 def test_npz_of_tokens_features_and_series(tmp_path: Path) -> None:
-    texts = read_source(DataConfig(source="npz", path=write_npz(tmp_path, **TEXTS)))
+    texts = read_npz(write_npz(tmp_path, **TEXTS))
     assert (texts.sample, texts.x.dtype, texts.mean) == (SampleType((2,), vocabulary=5), np.int64, ())
     more = write_npz(tmp_path, **TEXTS, vocabulary=np.array([9]))
-    assert read_source(DataConfig(source="npz", path=more)).vocabulary == 9
-    features = read_source(DataConfig(source="npz", path=write_npz(tmp_path, x=np.ones((3, 4)), y=GOOD_Y)))
+    assert read_npz(more).vocabulary == 9
+    features = read_npz(write_npz(tmp_path, x=np.ones((3, 4)), y=GOOD_Y))
     assert (features.sample, features.x.dtype, features.mean) == (SampleType((4,)), np.float32, ())
     x = np.arange(24.0).reshape(3, 2, 4)
     path = write_npz(tmp_path, x=x, y=GOOD_Y)
     for layout, expected in (("NCL", x), ("NLC", x.transpose(0, 2, 1))):
-        series = read_source(DataConfig(source="npz", path=path, layout=layout))
+        series = read_npz(path, layout)
         np.testing.assert_array_equal(series.x, expected)
         assert series.sample == SampleType(expected.shape[1:])
 
 
 def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
     client = np.array(["zoe", "ann", "zoe"])
-    arrays = read_source(DataConfig(source="npz", path=write_npz(tmp_path, **TEXTS, client=client)))
+    arrays = read_npz(write_npz(tmp_path, **TEXTS, client=client))
     assert arrays.owner is not None
-    assert arrays.owner.tolist() == [0, 1, 1]
-    assert arrays.y.tolist() == [1, 0, 2]
+    assert (arrays.owner.tolist(), arrays.y.tolist()) == ([0, 1, 1], [1, 0, 2])
     assert arrays.x.tolist() == [[1, 1], [0, 4], [3, 0]]
 
 
 def test_bundled_tables_and_texts() -> None:
-    wine, cancer, topics = (
-        read_source(DataConfig(source=name)) for name in ("wine", "breast_cancer", "topics")
-    )
+    names = ("wine", "breast_cancer", "topics")
+    wine, cancer, topics = (read_source(DataConfig(source=name)) for name in names)
     assert (wine.sample, np.bincount(wine.y).tolist()) == (SampleType((13,)), [59, 71, 48])
     assert (cancer.sample, np.bincount(cancer.y).tolist()) == (SampleType((30,)), [212, 357])
     assert topics.sample == SampleType((32,), vocabulary=96)
@@ -329,11 +306,11 @@ def test_bundled_tables_and_texts() -> None:
         assert (np.diff(tests.astype(int)) >= 0).all()
 
 
-@pytest.mark.parametrize("layout", [None, "NCL"])
-def test_npz_with_four_dimensions_needs_a_layout(layout: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["null", "NCL"])
+def test_npz_with_four_dimensions_needs_a_layout(layout: str, tmp_path: Path) -> None:
     path = write_npz(tmp_path, x=np.zeros((3, 4, 5, 1)), y=GOOD_Y)
-    with pytest.raises(UserError, match=f"^data.layout={layout or 'null'}: .*=NCHW for .*=NHWC for"):
-        read_source(DataConfig(source="npz", path=path, layout=layout))
+    with pytest.raises(UserError, match=f"^data.layout={layout}: .*=NCHW for .*=NHWC for"):
+        read_npz(path, None if layout == "null" else layout)
 
 
 def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
@@ -344,11 +321,11 @@ def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
     np.save(single, GOOD_X)
     for file in (truncated, text, single):
         with pytest.raises(UserError, match=f"^data.path={file}: cannot be read as an npz file"):
-            read_source(DataConfig(source="npz", path=str(file)))
+            read_npz(file)
     with pytest.raises(UserError, match="no such file"):
-        read_source(DataConfig(source="npz", path=str(tmp_path / "absent.npz")))
+        read_npz(tmp_path / "absent.npz")
     with pytest.raises(UserError, match=r"^data.path is not set: .*data.path=FILE.npz"):
-        read_source(DataConfig(source="npz"))
+        read_npz(None)
 
 
 def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> None:
@@ -374,7 +351,6 @@ def test_a_fraction_keeps_the_shares_of_the_classes() -> None:
     np.testing.assert_array_equal(chosen, subset_fraction(len(y), 0.29, seed=3))
     assert chosen.tolist() != subset_fraction(len(y), 0.29, seed=4).tolist()
     np.testing.assert_array_equal(subset_fraction(7, 1.0, seed=0), np.arange(7))
-    with pytest.raises(
-        UserError, match=r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
-    ):
+    said = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
+    with pytest.raises(UserError, match=said):
         subset_fraction(9, 0.1, seed=0)

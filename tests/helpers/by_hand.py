@@ -79,25 +79,22 @@ def batches_of(
 
 def torchs_optimiser(run: Run, parameters: Sequence[nn.Parameter], round: int) -> torch.optim.Optimizer:
     """Return torch's optimiser with the settings of a round; its steps clip the gradients first."""
-    optimiser = _torchs_optimiser(run.config.train, parameters, step_size(run, round))
-    clip = run.config.train.clip
-    if clip is not None:
-
-        def shorten(*_: object) -> None:
-            nn.utils.clip_grad_norm_(parameters, clip)
-
-        optimiser.register_step_pre_hook(shorten)
-    return optimiser
-
-
-def _torchs_optimiser(
-    train: TrainConfig, parameters: Sequence[nn.Parameter], lr: float
-) -> torch.optim.Optimizer:
+    train, lr = run.config.train, step_size(run, round)
+    optimiser: torch.optim.Optimizer
     if train.optimiser is not None:
         kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimiser]
         beta1, beta2, epsilon = train.adam_constants
-        return kind(parameters, lr, (beta1, beta2), epsilon, train.weight_decay)
-    return torch.optim.SGD(parameters, lr, momentum=train.momentum, weight_decay=train.weight_decay)
+        optimiser = kind(parameters, lr, (beta1, beta2), epsilon, train.weight_decay)
+    else:
+        optimiser = torch.optim.SGD(parameters, lr, train.momentum, weight_decay=train.weight_decay)
+    clip = train.clip
+
+    def shorten(*_: object) -> None:
+        nn.utils.clip_grad_norm_(parameters, clip)
+
+    if clip is not None:
+        optimiser.register_step_pre_hook(shorten)
+    return optimiser
 
 
 def train_by_torch(
@@ -228,54 +225,25 @@ def adapted_gaussians(
 
 
 class OneClient(nn.Module):
-    """The hypernetwork of one client as plain torch modules, with the weights of one row of a state."""
+    """The hypernetwork of one client in plain torch, with the weights of one row of a state."""
 
     def __init__(self, shape: Hypernetworks, state: State, client: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(state["embedding"][client].clone())
-        trunk: list[nn.Module] = []
-        inputs = shape.embedding
-        for number in range(1, shape.hidden_layers + 1):
-            trunk += [
-                _linear(state[f"trunk{number}.weight"][client], state[f"trunk{number}.bias"][client]),
-                nn.ReLU(),
-            ]
-            inputs = shape.hidden
-        self.trunk = nn.Sequential(*trunk)
-        weights, biases = state["heads.weight"][client], state["heads.bias"][client]
-        assert weights.shape == (shape.num_layers, shape.num_clients, inputs)
-        self.heads = nn.ModuleList(
-            _linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)
-        )
+        self._depth = shape.hidden_layers
+        for name in shape.shapes():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(state[name][client].clone()))
 
     def forward(self) -> Tensor:
-        hidden = self.trunk(self.embedding)
-        return torch.stack([head(hidden) for head in self.heads])
+        hidden = self.embedding
+        for number in range(1, self._depth + 1):
+            weight, bias = (getattr(self, f"trunk{number}_{kind}") for kind in ("weight", "bias"))
+            hidden = (weight @ hidden + bias).relu()
+        return self.heads_weight @ hidden + self.heads_bias
 
     def tensors(self, shape: Hypernetworks, *, gradients: bool = False) -> State:
         """Return the weights (or their gradients) under the names of the stacked state."""
-
-        def value(parameter: Tensor) -> Tensor:
-            found = parameter.grad if gradients else parameter.detach()
-            assert found is not None
-            return found
-
-        state = {"embedding": value(self.embedding)}
-        for number in range(shape.hidden_layers):
-            linear = self.trunk[2 * number]
-            state[f"trunk{number + 1}.weight"] = value(linear.weight)
-            state[f"trunk{number + 1}.bias"] = value(linear.bias)
-        state["heads.weight"] = torch.stack([value(head.weight) for head in self.heads])
-        state["heads.bias"] = torch.stack([value(head.bias) for head in self.heads])
-        return state
-
-
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-        linear.bias.copy_(bias)
-    return linear
+        own = {name: self.get_parameter(name.replace(".", "_")) for name in shape.shapes()}
+        return {name: value.grad if gradients else value.detach() for name, value in own.items()}
 
 
 def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -> tuple[Tensor, list[str]]:

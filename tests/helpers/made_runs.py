@@ -58,10 +58,11 @@ def make_run(
         ledger.record_round(cohort, (moved, moved), steps, {}, 1 / (number + 1), 0.5, diverged, lost, 2.0)
         if (number + 1) % eval_every == 0:
             at = number // eval_every
+            scored = accuracy[at] if unseen is None else np.append(accuracy[at], unseen[at])
             ledger.wall_s = 0.8 * (number + 1)
             ledger.record_evaluation(
                 number + 1,
-                _evaluation(accuracy[at] if unseen is None else np.append(accuracy[at], unseen[at])),
+                Evaluation(scored, 1 - scored, scored, scored),
                 ones,
                 np.minimum(accuracy[at] + 0.05, 1),
                 {name: values[at] for name, values in (of_method or {}).items()},
@@ -86,10 +87,6 @@ def make_run(
     counts[np.arange(clients), np.arange(clients) % 10] = 40
     write_partition(folder, counts, counts // 4)
     return folder
-
-
-def _evaluation(accuracy: np.ndarray) -> Evaluation:
-    return Evaluation(accuracy, 1 - accuracy, accuracy, accuracy)
 
 
 def metrics_of_runs(clients: int) -> ClientMetrics:

@@ -37,7 +37,7 @@ PICKS = (aten.index_select, aten.gather, aten.scatter, aten.take)
 
 FACTORIES_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that bring Python numbers to a device; others make them there."""
-MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.type_as)
+MOVES = (torch.Tensor.to, torch.Tensor.cpu)
 
 
 class MixedDevicesError(Exception):
@@ -157,14 +157,12 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what `.to` and its like do, over the border if they say so."""
+        """Do what `.to` and `.cpu` do, over the border if they say so."""
         tensor, *rest = args
-        marked, here = self._marked, DEVICE if self._marked.holds(args[0]) else CPU
+        marked, here = self._marked, DEVICE if self._marked.holds(tensor) else CPU
         there = here
         if func is torch.Tensor.cpu:
-            there, rest = CPU, []
-        elif func is torch.Tensor.cuda:
-            there, rest = DEVICE, []
+            there, rest = CPU, [CPU]
         else:
             for value in [*rest, *kwargs.values()]:
                 if isinstance(value, Tensor):
@@ -173,15 +171,11 @@ class _Functions(TorchFunctionMode):
                     there = torch.device(value)
             rest = [CPU if isinstance(value, str | torch.device) else value for value in rest]
             kwargs = {name: CPU if name == "device" else value for name, value in kwargs.items()}
-        if func in (torch.Tensor.cpu, torch.Tensor.cuda):
-            func, rest = torch.Tensor.to, [CPU]
         if there == here:
-            return func(tensor, *rest, **kwargs)
+            return tensor.to(*rest, **kwargs)
         marked.record("to host" if there == CPU else "to device", tensor)
-        if func is torch.Tensor.type_as:
-            return marked.put(func(tensor, *rest).clone(), there)
         # a copy whatever the type: the two sides share no memory
-        return marked.put(func(tensor, *rest, **(kwargs | {"copy": True})), there)
+        return marked.put(tensor.to(*rest, **(kwargs | {"copy": True})), there)
 
 
 class _Operators(TorchDispatchMode):

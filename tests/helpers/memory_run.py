@@ -21,13 +21,9 @@ from hpcfl.terminal import Progress
 
 
 def resident_bytes(name: str) -> int:
-    """Return VmRSS (now) or VmHWM (highest since `forget_highest`) of this process."""
+    """Return VmRSS (now) or VmHWM (highest since it was forgotten) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def forget_highest() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(folder_path: Path, settings: list[str]) -> None:
@@ -42,7 +38,8 @@ def measure(folder_path: Path, settings: list[str]) -> None:
         shard = experiment.worker_context.shard
         sample_bytes = world.gather_bytes(str(shard.x.nbytes + shard.y.nbytes).encode())
         world.barrier()
-        forget_highest()
+        # the highest so far is forgotten
+        Path("/proc/self/clear_refs").write_text("5")
         before = resident_bytes("VmRSS")
         assert simulation.run() == "finished"
         rise = resident_bytes("VmHWM") - before

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -135,16 +135,20 @@ class Nodes:
         subprocess.run([*_entering(self._switch.pid, "--net"), *words], check=True, timeout=60)
 
 
+def skip_without(programs: Sequence[str], what: str, packages: str) -> None:
+    """Skip the test, with the reason, where programs are missing, or where this is not root."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(f"{what}: {', '.join(missing)} not found ({packages})")
+    if os.geteuid() != 0:
+        pytest.skip(f"{what}: only root can do this")
+
+
 @contextlib.contextmanager
 def played(count: int) -> Iterator[Nodes]:
     """Play so many nodes until the block is left; skip the test, with the reason, where it cannot be."""
-    missing = [
-        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
-    ]
-    if missing:
-        pytest.skip(f"no nodes here: {', '.join(missing)} not found (package iproute2)")
-    if os.geteuid() != 0:
-        pytest.skip("only root can play nodes")
+    skip_without(PROGRAMS, "no nodes here", "package iproute2")
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
     names = [f"n{number}" for number in range(1, count + 1)]
     hosts = "".join(f"10.77.0.{number} n{number}\n" for number in range(1, count + 1))

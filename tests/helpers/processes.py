@@ -50,6 +50,25 @@ def clean_environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
+def _started(
+    command: Sequence[str],
+    stdout: Any,
+    stderr: Any,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start a command in a clean environment, with nothing to read."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        cwd=cwd or REPOSITORY,
+        env={**clean_environment(), **(env or {})},
+    )
+
+
 def run_tree(
     command: list[str],
     *,
@@ -59,15 +78,7 @@ def run_tree(
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a clean environment; end it with all its descendants when its time is up."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd or REPOSITORY,
-        env={**clean_environment(), **(env or {})},
-    )
+    process = _started(command, subprocess.PIPE, subprocess.PIPE, cwd, env)
     failure = None
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -150,14 +161,7 @@ def run_ranks(
         door.bind("\0" + name)
         door.listen(ranks)
         door.settimeout(0.02)
-        launcher = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=cwd or REPOSITORY,
-            env={**clean_environment(), **(env or {})},
-        )
+        launcher = _started(command, stdout, stderr, cwd, env)
         try:
             while launcher.poll() is None and time.monotonic() < give_up_s:
                 with contextlib.suppress(TimeoutError):
@@ -329,15 +333,7 @@ class Launch:
     def __init__(self, command: list[str], folder: Path) -> None:
         self._folder, self._metrics = folder, folder / "metrics.csv"
         self._metrics.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=REPOSITORY,
-            env=clean_environment(),
-        )
+        self.process = _started(command, subprocess.PIPE, subprocess.STDOUT)
 
     def wait_for_rounds(self, count: int) -> None:
         """Wait until metrics.csv has at least `count` rows; the run must not end before."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from nodes import Node
+from nodes import Node, skip_without
 from processes import REPOSITORY, clean_environment
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
@@ -265,13 +265,7 @@ class Job:
 @contextlib.contextmanager
 def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine(),)) -> Iterator[Slurm]:
     """Run a SLURM on nodes until the block is left; skip the test, with the reason, where it cannot be."""
-    missing = [
-        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
-    ]
-    if missing:
-        pytest.skip(f"no SLURM here: {', '.join(missing)} not found (packages slurm-wlm and munge)")
-    if os.geteuid() != 0:
-        pytest.skip("only root can run a SLURM of its own")
+    skip_without(PROGRAMS, "no SLURM here", "packages slurm-wlm and munge")
     # a socket's path has at most 107 characters, and those of pytest's folders may be longer
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     configuration = folder / "slurm.conf"

@@ -17,9 +17,7 @@ SMALL = Hypernetworks(num_clients=4, num_layers=3, embedding=6, hidden=5, hidden
 LOW_RANK = replace(SMALL, rank=2)
 
 
-@pytest.mark.parametrize(
-    ("clients", "layers", "size"), [(10, 6, 36_460), (100, 6, 91_000), (10, 5, 35_450), (100, 5, 80_900)]
-)
+@pytest.mark.parametrize(("clients", "layers", "size"), [(10, 6, 36_460), (100, 5, 80_900)])
 def test_floats_a_client(clients: int, layers: int, size: int) -> None:
     shape = Hypernetworks(clients, layers, embedding=100, hidden=100, hidden_layers=3)
     state = shape.initial(0, "zero")
@@ -27,12 +25,10 @@ def test_floats_a_client(clients: int, layers: int, size: int) -> None:
     assert all(len(tensor) == clients for tensor in state.values())
 
 
-@pytest.mark.parametrize("clients", [3, 7, 10])
-def test_zero_heads_weigh_all_clients_exactly_alike(clients: int) -> None:
-    shape = Hypernetworks(clients, 5, embedding=100, hidden=100, hidden_layers=3)
+def test_zero_heads_weigh_all_clients_exactly_alike() -> None:
+    shape = Hypernetworks(7, 5, embedding=100, hidden=100, hidden_layers=3)
     outputs = shape.outputs(shape.initial(0, "zero"))
-    assert outputs.shape == (clients, 5, clients)
-    assert torch.equal(outputs.softmax(dim=-1), torch.full((clients, 5, clients), 1 / clients))
+    assert torch.equal(outputs.softmax(dim=-1), torch.full((7, 5, 7), 1 / 7))
 
 
 def test_initial_weights_have_pytorchs_bounds_and_embeddings_unit_variance() -> None:
@@ -100,11 +96,10 @@ def test_a_head_that_thaws_takes_the_step_of_a_new_one() -> None:
     gradients = {name: torch.ones_like(tensor[:1]) for name, tensor in state.items()}
     for _ in range(50):
         descend(state, moments, gradients, [0], "adam", 0.1, frozen)
-    assert not state["heads.weight"][0, 0].any()
+    head = state["heads.weight"][0, 0]
+    assert not head.any()
     descend(state, moments, gradients, [0], "adam", 0.1, torch.zeros_like(frozen))
-    torch.testing.assert_close(
-        state["heads.weight"][0, 0], torch.full_like(state["heads.weight"][0, 0], -0.1)
-    )
+    torch.testing.assert_close(head, torch.full_like(head, -0.1))
 
 
 # Heads of low rank
