@@ -26,14 +26,7 @@ from hpcfl.parameters import Slot
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
-from hpcfl.storage.snapshot import (
-    Block,
-    DataRecord,
-    LedgerTable,
-    Rows,
-    RowShape,
-    Snapshot,
-)
+from hpcfl.storage.snapshot import Block, DataRecord, LedgerTable, Rows, RowShape, Snapshot
 
 NUM_CLIENTS = 7
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64)
@@ -110,10 +103,8 @@ def rounds_in(loaded: LoadedCheckpoint) -> set[float]:
     rows = loaded.client_rows(0, NUM_CLIENTS)
     tensors = [loaded.server["theta"], rows["personal"], rows["steps"]]
     arrays = [loaded.history["accuracy"], loaded.ledger["metrics"].values]
-    everything = [tensor.flatten().tolist() for tensor in tensors] + [
-        array.ravel().tolist() for array in arrays
-    ]
-    return {loaded.round, *(number for part in everything for number in part)}
+    everything = [*(tensor.numpy() for tensor in tensors), *arrays]
+    return {loaded.round, *(number for part in everything for number in part.ravel().tolist())}
 
 
 def load(folder: Path) -> LoadedCheckpoint:
@@ -132,10 +123,13 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
 def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    data = path.read_bytes()
+    path.write_bytes(flipped(data, len(data) // 2))
 
 
 def sign(path: Path) -> None:
@@ -153,11 +147,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointStore) -> None:
     torch.manual_seed(0)
     server = {f"{dtype}".removeprefix("torch."): numbers(dtype, 3, 5) for dtype in DTYPES}
-    server |= {"hypernetworks/embedding": numbers(torch.float32, 7, 4), "empty": torch.zeros(0, 3)}
-    server |= {
-        "hypernetworks/a/b": numbers(torch.float64, 2),
-        "a strided view": torch.arange(12).view(3, 4).T,
-    }
+    server |= {"empty": torch.zeros(0, 3), "a strided view": torch.arange(12).view(3, 4).T}
+    server |= {"hypernetworks/a/b": numbers(torch.float64, 2)}
     clients = {f"state/{dtype}": numbers(dtype, NUM_CLIENTS, 2, 3) for dtype in DTYPES}
     clients |= {"coefficient": numbers(torch.float32, NUM_CLIENTS), "nothing": torch.zeros(NUM_CLIENTS, 0)}
     personalised = {"theta": numbers(torch.float32, NUM_CLIENTS, 20)}
@@ -253,17 +244,15 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
     assert list(load(tmp_path).server) == ["theta"]
 
 
-def test_the_user_block_holds_the_hash_of_the_rest(tmp_path: Path, store: CheckpointStore) -> None:
+def test_the_same_state_gives_the_same_file_with_the_hash_of_what_follows(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    store.save(snapshot_of(1))
     store.save(snapshot_of(1))
     written = (tmp_path / "checkpoint.h5").read_bytes()
+    assert written == (tmp_path / "checkpoint.prev.h5").read_bytes()
     sign(tmp_path / "checkpoint.h5")
     assert written == (tmp_path / "checkpoint.h5").read_bytes()
-
-
-def test_the_same_state_gives_the_same_file(tmp_path: Path, store: CheckpointStore) -> None:
-    store.save(snapshot_of(1))
-    store.save(snapshot_of(1))
-    assert (tmp_path / "checkpoint.h5").read_bytes() == (tmp_path / "checkpoint.prev.h5").read_bytes()
 
 
 def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: CheckpointStore) -> None:
@@ -276,22 +265,9 @@ def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: Che
     ]
     personalised = {"theta": torch.arange(3.0).view(1, 3), "buffers": torch.arange(21.0).view(7, 3)}
     shared, own = ({name: personalised[name]} for name in personalised)
-    store.save(
-        replace(
-            snapshot_of(1),
-            clients=replace(rows, blocks=blocks),
-            models={
-                "personalised": lambda: replace(
-                    rows_of(personalised),
-                    blocks=[
-                        *blocks_of(own, [4, 5, 6]),
-                        *blocks_of(shared, [0]),
-                        *blocks_of(own, [0, 1, 2, 3]),
-                    ],
-                )
-            },
-        )
-    )
+    of_models = [*blocks_of(own, [4, 5, 6]), *blocks_of(shared, [0]), *blocks_of(own, [0, 1, 2, 3])]
+    models = {"personalised": lambda: replace(rows_of(personalised), blocks=of_models)}
+    store.save(replace(snapshot_of(1), clients=replace(rows, blocks=blocks), models=models))
     loaded = load(tmp_path).client_rows(0, 7)
     assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
     with h5py.File(tmp_path / "checkpoint.h5") as file:
@@ -317,13 +293,13 @@ def test_one_block_is_in_memory_at_a_time(store: CheckpointStore) -> None:
             yield np.array([client]), {"x": rows}
             del rows
 
-    store.save(
-        replace(snapshot_of(1), clients=Rows({"x": RowShape(NUM_CLIENTS, (50,), torch.float32)}, blocks()))
-    )
+    rows = Rows({"x": RowShape(NUM_CLIENTS, (50,), torch.float32)}, blocks())
+    store.save(replace(snapshot_of(1), clients=rows))
     assert len(made) == NUM_CLIENTS
 
 
 FLOATS = torch.zeros(NUM_CLIENTS, 2)
+ROWS = rows_of({"x": FLOATS})
 
 
 @pytest.mark.parametrize(
@@ -334,14 +310,8 @@ FLOATS = torch.zeros(NUM_CLIENTS, 2)
         ({"server": {"a": torch.ones(1)}, "derived": {"a": torch.ones(1)}}, "exists"),
         ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x' were not written once"),
         ({"clients": rows_of({"x": FLOATS}, range(7), [2])}, r"rows \[2\].* of 'x' were not written once"),
-        (
-            {"clients": replace(rows_of({"x": FLOATS.double()}), blocks=blocks_of({"x": FLOATS}, [0]))},
-            "float32",
-        ),
-        (
-            {"clients": replace(rows_of({"x": FLOATS}), blocks=blocks_of({"x": FLOATS[:, :1]}, [0]))},
-            r"\(1, 1\)",
-        ),
+        ({"clients": replace(ROWS, blocks=blocks_of({"x": FLOATS.double()}, [0]))}, "float64"),
+        ({"clients": replace(ROWS, blocks=blocks_of({"x": FLOATS[:, :1]}, [0]))}, r"\(1, 1\)"),
     ],
 )
 def test_a_wrong_snapshot_is_refused_and_leaves_no_trace(
@@ -352,13 +322,9 @@ def test_a_wrong_snapshot_is_refused_and_leaves_no_trace(
     assert names_of(tmp_path) == []
 
 
-def test_an_empty_folder_has_no_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
-    (tmp_path / "checkpoint.tmp.h5").write_bytes(b"left by a killed run")
-    assert store.load() is None
-
-
 def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: CheckpointStore) -> None:
     (tmp_path / "checkpoint.tmp.h5").write_bytes(b"left by a killed run")
+    assert store.load() is None
     for round_ in (1, 2, 3):
         store.save(snapshot_of(round_))
     assert names_of(tmp_path) == ["checkpoint.h5", "checkpoint.prev.h5"]
@@ -376,14 +342,16 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
 
 
-def test_every_truncation_and_extension_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
+def test_every_truncation_extension_and_flipped_bit_is_noticed(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     store.save(snapshot_of(1))
     path = tmp_path / "checkpoint.h5"
     whole = path.read_bytes()
-    contents = [
-        whole[:length] for length in (0, 1, 100, 511, 512, 513, 2048, len(whole) // 2, len(whole) - 1)
-    ]
-    for content in [*contents, whole + b"\0"]:
+    cut = [whole[:length] for length in (0, 1, 100, 511, 512, 513, 2048, len(whole) // 2, len(whole) - 1)]
+    # in the user block, in the superblock and in whatever part of the state follows
+    changed = [flipped(whole, place) for place in (30, 520, *range(1000, len(whole), 500))]
+    for content in [*cut, *changed, whole + b"\0"]:
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
             store.load()
@@ -445,9 +413,7 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
         store.load()
     message = str(caught.value)
     assert f"{tmp_path / 'checkpoint.h5'} has checkpoint schema 7" in message
-    assert f"up to {SCHEMA}" in message
-    assert "upgrade hpcfl" in message
-    assert "--fresh" in message
+    assert all(words in message for words in (f"up to {SCHEMA}", "upgrade hpcfl", "--fresh"))
 
 
 def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
