@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing, run_here
+from bits import differing
 from conftest import in_mpi_world
 from gates import Gates, gated_settings, run_undisturbed
 from nodes import Nodes, played
@@ -212,25 +212,6 @@ def test_a_node_that_is_started_anew(
                 goes_on = replace(one, job=slurm.submit(*one.command, **one.env))
             goes_on.ends_as(undisturbed)
             assert "resuming after round 1 of 3" in goes_on.job.output
-
-
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_an_array_on_several_nodes(slurm: Slurm, gated: list[str], tmp_path: Path, mpi: str) -> None:
-    table, out = tmp_path / "table.yaml", tmp_path / "out"
-    table.write_text("title: T\nseeds: [0]\nrows: [{method: {name: fedavg}}, {method: {name: pfedla}}]\n")
-    settings = gated[:-1]
-    words = ["--array=1-2", "--nodes=2", "--ntasks=2", "jobs/table.sbatch", table, *settings, "--out", out]
-    array = slurm.submit(*words, **environment_of(mpi, slurm, tmp_path))
-    for number, method in ((1, "fedavg"), (2, "pfedla")):
-        task, folder = array.task(number), out / f"{method}-s0"
-        task.wait()
-        assert (task.state, task.exit_code) == ("COMPLETED", FINISHED), task.output
-        assert run_here(tmp_path / method, [*settings, f"method.name={method}"]) == FINISHED
-        assert not differing(tmp_path / method, folder)
-        environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
-        assert len({rank.split()[0] for rank in environment["ranks"]}) == 2
-    assert (out / "table.csv").exists()
 
 
 @pytest.mark.nodes

@@ -203,7 +203,6 @@ def test_a_line_is_short_of_names_alone(
     ("words", "said"),
     [
         (["none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
-        (["."], ". is no run folder: "),
         ([], "the following arguments are required: RUN; see hpcfl watch --help"),
     ],
 )
@@ -217,6 +216,6 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     assert main(["watch", *words]) == BAD_INPUT
     out, err = capsys.readouterr()
+    (line,) = err.splitlines()
     assert out == ""
-    assert err.count("\n") == 1
-    assert said in err
+    assert said in line

@@ -20,7 +20,6 @@ from bits import differing, run_here, run_killed_in_round, tiny_settings, write_
 from processes import run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
-from hpcfl.registries import load_config
 from hpcfl.storage.trackers import BINS, TRACKERS, Tracker
 
 ROUNDS = 4
@@ -114,11 +113,6 @@ def test_events_asked_for_late_begin_with_the_first_round(settings: list[str], t
     assert not list(tmp_path.glob("events.*"))
     assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
     assert scalars(reader(tmp_path)) == pytest.approx(rows(tmp_path), rel=TOLERANCE)
-
-
-def test_the_name_of_the_run_stays() -> None:
-    names = {load_config(None, [f"run.tracker={value}"]).run_name() for value in ("wandb", "null")}
-    assert names == {load_config(None, []).run_name()}
 
 
 @pytest.mark.parametrize(
