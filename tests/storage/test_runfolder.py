@@ -139,7 +139,8 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
 def test_a_lost_table_of_a_finished_run_comes_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*TINY, "train.rounds=1", "--quiet", "--out", str(tmp_path / "run")]
+    """As it was appended to."""
+    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     before = results(tmp_path / "run")
     for name in ("metrics.csv", "clients.csv", "bytes.csv"):
@@ -148,7 +149,7 @@ def test_a_lost_table_of_a_finished_run_comes_back(
     assert results(tmp_path / "run") == before
     # both were quiet
     assert capsys.readouterr() == ("", "")
-    assert "mean accuracy, round 1" in (tmp_path / "run" / "log.txt").read_text()
+    assert f"mean accuracy, round {ROUNDS}" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_rounds_may_grow(
