@@ -37,6 +37,7 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.snapshot import Snapshot
 
 Capture = pytest.CaptureFixture[str]
+GoesOn = Callable[[Path], None]
 ROUNDS = 4
 METHOD = METHODS["heurpfedla"]
 """With state on the server and on clients."""
@@ -79,9 +80,6 @@ def copied(unfinished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unfinished, tmp_path / "run"))
 
 
-GoesOn = Callable[[Path], None]
-
-
 @pytest.fixture
 def goes_on(settings: list[str], undisturbed: Path) -> GoesOn:
     """Return a function that takes the run of a folder to its end, with the bits of an undisturbed one."""
@@ -93,23 +91,17 @@ def goes_on(settings: list[str], undisturbed: Path) -> GoesOn:
     return check
 
 
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """Mount something at a folder for a test; skip the test where that is not allowed."""
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount")
-    folder.mkdir()
-    found = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
-    if found.returncode:
-        pytest.skip(f"no disk of its own: {found.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @pytest.fixture
 def small_disk(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
-    """Return a disk with room for two checkpoints of three."""
+    """Return a disk with room for two checkpoints of three; skip the test where that is not allowed."""
     size = int(2.5 * (undisturbed / "checkpoint.prev.h5").stat().st_size)
-    yield from mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def run_disturbed(folder: Path, settings: list[str], act: Callable[[], object]) -> int:
