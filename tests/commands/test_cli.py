@@ -16,7 +16,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from processes import REPOSITORY, Mpirun, clean_environment, forked, read_all, run_forked
+from processes import HELPERS, Mpirun, clean_environment, forked, read_all, run_forked
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import command_line
@@ -90,8 +90,8 @@ MISTAKES = [
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
     (["--out"], "argument --out: expected one argument"),
     (
-        ["plan", "data.clients=1000000000000"],
-        "data.clients=1000000000000 is invalid; allowed: null or an integer >= 1 and <= 10000000",
+        ["plan", "data.clients=10000001"],
+        "data.clients=10000001 is invalid; allowed: null or an integer >= 1 and <= 10000000",
     ),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
@@ -127,10 +127,9 @@ def test_a_model_beyond_memory_is_one_line(capsys: pytest.CaptureFixture[str], c
 def test_all_ways_to_type_a_run_are_the_same_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tiny = "data: {clients: 4, per_client: 20}\ntrain: {local_epochs: 1, rounds: 2}\n"
     for name in ("tiny.yaml", "tiny"):
-        (tmp_path / name).write_text(
-            "data: {clients: 4, per_client: 20}\ntrain: {local_epochs: 1, rounds: 2}\n"
-        )
+        (tmp_path / name).write_text(tiny)
     for words in (["run", *TINY], ["run", "tiny.yaml"], ["tiny.yaml"]):
         assert main([*words, "--out", str(finished)]) == FINISHED
         assert "finished" in capsys.readouterr().out
@@ -231,13 +230,8 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
     ]
     good = [["--help"], ["list"], ["plan", "--no-timing", *TINY], [*TINY, "--quiet", "--out", "run"]]
     before = contents(finished)
-    done = mpirun(
-        3,
-        REPOSITORY / "tests" / "helpers" / "world_commands.py",
-        json.dumps([*mistakes, *good]),
-        cwd=tmp_path,
-        timeout=60,
-    )
+    commands = (HELPERS / "world_commands.py", json.dumps([*mistakes, *good]))
+    done = mpirun(3, *commands, cwd=tmp_path, timeout=60)
     expected = [BAD_INPUT] * len(mistakes) + [FINISHED] * len(good)
     for rank in range(3):
         assert json.loads((tmp_path / f"codes{rank}.json").read_text()) == expected
@@ -266,14 +260,9 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == FINISHED
     lines = capsys.readouterr().out.splitlines()
-    kinds: dict[str, Iterable[str]] = {
-        "method": METHODS,
-        "source": SOURCES,
-        "partition": PARTITIONS,
-        "model": MODELS,
-        "codec": CODECS,
-    }
-    expected = [f"{kind} {name}" for kind, names in kinds.items() for name in names]
+    kinds = ("method", "source", "partition", "model", "codec")
+    registries: list[Iterable[str]] = [METHODS, SOURCES, PARTITIONS, MODELS, CODECS]
+    expected = [f"{kind} {name}" for kind, names in zip(kinds, registries, strict=True) for name in names]
     assert [line.partition(":")[0] for line in lines] == expected
     assert all(line.partition(": ")[2].strip() for line in lines)
 
@@ -325,13 +314,12 @@ def test_commands_are_written_as_typed() -> None:
 
 def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     out = tmp_path / ("a_long_name" * 8)
-    words = [*TINY, "--out", str(out)]
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = {**clean_environment(), "TERM": "xterm"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    child = forked(lambda: main(words), {1: follower, 2: follower}, environment)
+    child = forked(lambda: main([*TINY, "--out", str(out)]), {1: follower, 2: follower}, environment)
     os.close(follower)
     seen = read_all(leader)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == FINISHED
@@ -347,19 +335,11 @@ def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     assert max(map(len, curves)) <= 80
     lines = [text.rstrip() for text in drawn if text.strip() and text not in bars]
     wide = [line for line in lines if len(line) > 80]
-    assert wide == [
-        f"pfedla on digits, 4 clients, in {out}",
-        *(f"  in {out}", f"  {out}/report.html"),
-    ]
+    assert wide == [f"pfedla on digits, 4 clients, in {out}", f"  in {out}", f"  {out}/report.html"]
     figures = [line for line in lines if re.search(r"^[a-z].*\S {2,}\S", line)]
     assert [re.split(" {2,}", line)[0] for line in figures] == [
-        "mean accuracy, round 2",
-        "spread over clients",
-        "weighted by samples",
-        "best round",
-        "bytes down, up",
-        "speed",
-        "results",
+        *("mean accuracy, round 2", "spread over clients", "weighted by samples", "best round"),
+        *("bytes down, up", "speed", "results"),
     ]
     assert lines[-2:] == ["open in a browser", f"  {out}/report.html"]
 
