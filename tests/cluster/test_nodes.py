@@ -138,9 +138,10 @@ def rows_of_one_that_stands_still(running: Launch) -> int:
 
 
 @MPIS
-def test_a_link_that_is_cut_is_named_and_rounds_on_three_nodes_have_the_bits_of_one_rank(
+def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
     nodes: Nodes, launch: Launcher, goes_on: GoesOn, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
 ) -> None:
+    """The rounds on three nodes before, and those on two after, have the bits of one rank."""
     with launch(mpi) as running:
         running.wait_for_rounds(3)
         config = (tmp_path / "run" / "config.yaml").read_text()
