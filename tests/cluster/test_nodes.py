@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from processes import REPOSITORY, Launch, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
-ROUNDS, LONG_ROUNDS = 3, 30
+ROUNDS = 30
 TIMEOUT_S = 3
 TOLD_WITHIN_S = 30
 """From a fault to the end of all, besides `run.timeout`; cores are shared."""
@@ -44,15 +43,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function from a number of rounds to the folder of a run of one rank."""
-    base = tmp_path_factory.mktemp("undisturbed")
-
-    @cache
-    def folder(rounds: int) -> Path:
-        assert run_here(base / str(rounds), [*settings, f"train.rounds={rounds}"]) == FINISHED
-        return base / str(rounds)
-
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of one rank."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run_here(folder, [*settings, f"train.rounds={ROUNDS}"]) == FINISHED
     return folder
 
 
@@ -91,7 +85,7 @@ def launch(nodes: Nodes, settings: list[str], tmp_path: Path) -> Launcher:
     def started(
         mpi: list[str], ranks: int = 5, on: tuple[int, ...] = (1, 2, 3), timeout_s: int = TIMEOUT_S
     ) -> Iterator[Launch]:
-        keys = [f"train.rounds={LONG_ROUNDS}", f"run.timeout={timeout_s}"]
+        keys = [f"train.rounds={ROUNDS}", f"run.timeout={timeout_s}"]
         words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "run", *settings, *keys]
         running = Launch(nodes.mpirun(mpi, ranks, *words, on=on), tmp_path / "run")
         try:
@@ -109,14 +103,14 @@ GoesOn = Callable[..., str]
 
 
 @pytest.fixture
-def goes_on(nodes: Nodes, launch: Launcher, undisturbed: Callable[[int], Path], tmp_path: Path) -> GoesOn:
+def goes_on(nodes: Nodes, launch: Launcher, undisturbed: Path, tmp_path: Path) -> GoesOn:
     """Return a function that takes a run to its end on other nodes, compares it and returns what it said."""
 
     def check(mpi: list[str], ranks: int = 2, on: tuple[int, ...] = (2, 1)) -> str:
         with launch(mpi, ranks, on, HOUR_S) as running:
             said = running.end()
             assert running.process.returncode == FINISHED, said
-        assert not differing(undisturbed(LONG_ROUNDS), tmp_path / "run")
+        assert not differing(undisturbed, tmp_path / "run")
         return said
 
     return check
@@ -140,20 +134,6 @@ def rows_of_one_that_stands_still(running: Launch) -> int:
     return rows
 
 
-def test_three_nodes_give_the_bits_of_one_rank(
-    nodes: Nodes,
-    settings: list[str],
-    undisturbed: Callable[[int], Path],
-    tmp_path: Path,
-    mpirun_command: list[str],
-) -> None:
-    words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "nodes", *settings, f"train.rounds={ROUNDS}"]
-    run_tree(nodes.mpirun(mpirun_command, 5, *words))
-    assert not differing(undisturbed(ROUNDS), tmp_path / "nodes")
-    config = (tmp_path / "nodes" / "config.yaml").read_text()
-    assert all(f"- {node.name} cpu" in config for node in nodes.nodes)
-
-
 # Nodes and links that are lost
 
 
@@ -161,8 +141,11 @@ def test_three_nodes_give_the_bits_of_one_rank(
 def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
     nodes: Nodes, launch: Launcher, goes_on: GoesOn, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
 ) -> None:
+    """The rounds on three nodes before, and those on two after, have the bits of one rank."""
     with launch(mpi) as running:
         running.wait_for_rounds(3)
+        config = (tmp_path / "run" / "config.yaml").read_text()
+        assert all(f"- {node.name} cpu" in config for node in nodes.nodes)
         nodes.cut(3)
         began_s = time.monotonic()
         code = running.process.wait(TIMEOUT_S + TOLD_WITHIN_S)
@@ -179,7 +162,7 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
     assert len(told) == 1, said
     assert told[0].startswith(opening)
     assert "Traceback" not in said
-    assert 2 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
+    assert 2 <= completed_rounds(tmp_path / "run") < ROUNDS
     assert goes_on(mpirun_command) == ""
 
 
@@ -229,7 +212,7 @@ def test_all_processes_of_a_node_die(
     # mpirun ends all ranks before one of them has noticed
     assert "hpcfl: " not in said
     assert "Traceback" not in said
-    assert 2 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
+    assert 2 <= completed_rounds(tmp_path / "run") < ROUNDS
     said = goes_on(both[then])
     assert re.search(r"was locked by pid \d+ on n1. This machine cannot see whether it still runs", said)
     assert said.count("\n") == 1
@@ -239,12 +222,7 @@ def test_all_processes_of_a_node_die(
 @MPIS
 @pytest.mark.parametrize("fault", ["comes back", "slow"])
 def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
-    nodes: Nodes,
-    launch: Launcher,
-    undisturbed: Callable[[int], Path],
-    tmp_path: Path,
-    mpi: list[str],
-    fault: str,
+    nodes: Nodes, launch: Launcher, undisturbed: Path, tmp_path: Path, mpi: list[str], fault: str
 ) -> None:
     # a link that is back is used at the next try, up to twice the cut after it
     with launch(mpi, timeout_s=30 * CUT_S) as running:
@@ -254,14 +232,14 @@ def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
         else:
             nodes.cut(3)
             still = rows_of_one_that_stands_still(running)
-            assert still < LONG_ROUNDS
+            assert still < ROUNDS
             time.sleep(CUT_S / 2)
             assert running.rows() == still
             nodes.heal(3)
         assert running.end() == ""
         assert running.process.returncode == FINISHED
         assert all(map(is_empty, nodes.nodes))
-    assert not differing(undisturbed(LONG_ROUNDS), tmp_path / "run")
+    assert not differing(undisturbed, tmp_path / "run")
 
 
 # Nodes that are not alike
@@ -323,9 +301,7 @@ def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
-    nodes: Nodes,
-    an_hour_ahead: dict[str, str],
-    on_two_nodes: Program,
+    nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program
 ) -> None:
     """Each in one line, before the first round."""
     nodes[2].run("hostname", "n1")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing, run_here
+from bits import differing
 from conftest import in_mpi_world
 from gates import Gates, gated_settings, run_undisturbed
 from nodes import Nodes, played
@@ -19,7 +19,7 @@ from slurm import Job, Slurm, running_slurm
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
-pytestmark = pytest.mark.usefixtures("own_code_forgotten")
+pytestmark = [pytest.mark.nodes, pytest.mark.usefixtures("own_code_forgotten")]
 
 ALONE = (
     "hpcfl: error: the launcher started 4 ranks, but each is alone in its MPI world; under SLURM use `srun"
@@ -87,17 +87,23 @@ def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
     return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), gated)
 
 
-def environment_of(mpi: str, slurm: Slurm, folder: Path) -> dict[str, str]:
+@pytest.fixture(params=list(REFUSED))
+def mpi(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def env(mpi: str, slurm: Slurm, tmp_path: Path) -> dict[str, str]:
     """Return what a job needs so that its ranks and its mpirun are of this MPI; skip where it is not here."""
     if mpi == "mpich":
         return {}
     mpirun = shutil.which("mpirun.openmpi")
     if mpirun is None:
         pytest.skip("no mpirun.openmpi here (packages openmpi-bin and libopenmpi-dev)")
-    (folder / "bin").mkdir()
-    (folder / "bin" / "mpirun").symlink_to(mpirun)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").symlink_to(mpirun)
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    path = f"{folder / 'bin'}:{slurm.environment()['PATH']}"
+    path = f"{tmp_path / 'bin'}:{slurm.environment()['PATH']}"
     return {**as_root, "MPI4PY_MPIABI": "openmpi", "PATH": path}
 
 
@@ -116,12 +122,9 @@ def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *close
     return jobs
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
-    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
+    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    env = environment_of(mpi, slurm, tmp_path)
     with slurm.drained(3):
         jobs = both(slurm, gated, env, tmp_path, 1, 2)
     with slurm.drained(2):
@@ -152,8 +155,6 @@ def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
             assert {rank.split()[0] for rank in environment["ranks"]} == {"n2", "n3"}
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 @pytest.mark.parametrize("script_dies", [True, False])
 def test_slurm_requeues_a_job_whose_node_loses_its_power(
     nodes: Nodes,
@@ -161,12 +162,11 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
     gated: list[str],
     undisturbed: Path,
     tmp_path: Path,
-    mpi: str,
+    env: dict[str, str],
     script_dies: bool,
 ) -> None:
     """The job script runs on the first of a job's nodes."""
     spare, dying = (1 if script_dies else 3), 2
-    env = environment_of(mpi, slurm, tmp_path)
     try:
         with slurm.drained(spare):
             jobs = both(slurm, gated, env, tmp_path, 1)
@@ -187,13 +187,10 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
         slurm.start_node(nodes[dying])
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_a_node_that_is_started_anew(
-    nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
+    nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     """mpirun's job fails before SLURM knows; srun's fails, too, or comes back, or its ranks give up."""
-    env = environment_of(mpi, slurm, tmp_path)
     with slurm.drained(3):
         jobs = both(slurm, [*gated, "run.timeout=60"], env, tmp_path, 1)
         nodes[2].die()
@@ -214,31 +211,10 @@ def test_a_node_that_is_started_anew(
             assert "resuming after round 1 of 3" in goes_on.job.output
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_an_array_on_several_nodes(slurm: Slurm, gated: list[str], tmp_path: Path, mpi: str) -> None:
-    table, out = tmp_path / "table.yaml", tmp_path / "out"
-    table.write_text("title: T\nseeds: [0]\nrows: [{method: {name: fedavg}}, {method: {name: pfedla}}]\n")
-    settings = gated[:-1]
-    words = ["--array=1-2", "--nodes=2", "--ntasks=2", "jobs/table.sbatch", table, *settings, "--out", out]
-    array = slurm.submit(*words, **environment_of(mpi, slurm, tmp_path))
-    for number, method in ((1, "fedavg"), (2, "pfedla")):
-        task, folder = array.task(number), out / f"{method}-s0"
-        task.wait()
-        assert (task.state, task.exit_code) == ("COMPLETED", FINISHED), task.output
-        assert run_here(tmp_path / method, [*settings, f"method.name={method}"]) == FINISHED
-        assert not differing(tmp_path / method, folder)
-        environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
-        assert len({rank.split()[0] for rank in environment["ranks"]}) == 2
-    assert (out / "table.csv").exists()
-
-
-@pytest.mark.nodes
-@pytest.mark.parametrize("mpi", list(REFUSED))
 def test_every_type_of_srun_joins_the_ranks_or_is_refused(
-    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
+    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str, env: dict[str, str]
 ) -> None:
-    env = {**environment_of(mpi, slurm, tmp_path), **Gates(tmp_path / "gates").env}
+    env = {**env, **Gates(tmp_path / "gates").env}
     listed = slurm.try_call("srun", "--mpi=list")
     types = set(re.findall(r"(?<=\t)\w+|pmix_v\d+", listed.stdout + listed.stderr))
     assert types >= {"none", "pmi2", "pmix"}

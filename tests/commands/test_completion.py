@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcfl.commands import COMMANDS
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 
@@ -113,8 +113,3 @@ def read_until(leader: int, text: str) -> None:
         assert time.monotonic() < deadline_s, seen
         if select.select([leader], [], [], 0.1)[0]:
             seen += os.read(leader, 65536).decode(errors="replace")
-
-
-def test_other_shells_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "fish"]) == BAD_INPUT
-    assert "choose from" in capsys.readouterr().err

@@ -8,16 +8,13 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bits import write_digits
-from processes import Mpirun, run_tree
+from processes import Mpirun
 
 from hpcfl.checks.alike import compare_nodes
 from hpcfl.checks.findings import Findings, ranges
@@ -38,12 +35,10 @@ def test_alone_it_is_fine_and_leaves_nothing(
     lines = out.splitlines()
     for section in (*SECTIONS, "data: digits: 1797 samples of 10 classes for 10 clients"):
         assert sum(line.startswith(section) for line in lines) == 1, section
-    assert re.search(
-        r"^versions: hpcfl \S+, python 3\.\S+, torch \S+, .*, MPI not used by one rank$", lines[0]
-    )
-    assert re.search(
-        r"^folder: .*/deep: [\d.]+ [GT]B free, checkpoints at [\d.]+ [kMG]B/s$", out, re.MULTILINE
-    )
+    versions = r"^versions: hpcfl \S+, python 3\.\S+, torch \S+, .*, MPI not used by one rank$"
+    assert re.search(versions, lines[0])
+    folder = r"^folder: .*/deep: [\d.]+ [GT]B free, checkpoints at [\d.]+ [kMG]B/s$"
+    assert re.search(folder, out, re.MULTILINE)
     assert lines[-1].startswith("OK")
     assert list(tmp_path.iterdir()) == []
 
@@ -88,47 +83,19 @@ def test_three_ranks_and_faults_of_one_of_them(mpirun: Mpirun, tmp_path: Path) -
     for section in (*SECTIONS, "data: npz: 1797 samples", "messages: "):
         assert sum(line.startswith(section) for line in fine.splitlines()) == 1, section
     assert re.search(r"^0-2 +\S+ +cpu +[\d,-]+ of \d+ +1 +[\d.]+ GB$", fine, re.MULTILINE)
-    assert re.search(
-        r"^messages: [\d.]+ m?s for a short one; [\d.]+ [MG]B/s between rank 0 and its node$",
-        fine,
-        re.MULTILINE,
-    )
+    messages = r"^messages: [\d.]+ m?s for a short one; [\d.]+ [MG]B/s between rank 0 and its node$"
+    assert re.search(messages, fine, re.MULTILINE)
     assert fine.splitlines()[-1].startswith("OK")
     line, other = done.stderr.splitlines()
     assert line.startswith("hpcfl: error: to fix: (1) ")
     cores = os.cpu_count() or 1
-    if cores > 1:
-        assert (
-            f"2 worker(s) of 1 thread(s) are pinned to 1 of {cores} cores: ask SLURM for --cpus-per-task=1"
-            in line
-        )
-    assert re.search(
-        rf"rank 1 on \S+ has OMP_NUM_THREADS={4 * cores}, and 3 rank\(s\) there have 1 cores: ", line
-    )
+    pinned = f"2 worker(s) of 1 thread(s) are pinned to 1 of {cores} cores: ask SLURM for --cpus-per-task=1"
+    assert pinned in line or cores == 1
+    threads = rf"rank 1 on \S+ has OMP_NUM_THREADS={4 * cores}, and 3 rank\(s\) there have 1 cores: "
+    assert re.search(threads, line)
     assert "type export OMP_NUM_THREADS=1" in line
     assert "data.path=digits.npz: no such file" in line
     assert "ranks read different samples: copy the same files to every node" in other
-
-
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """Make a folder that cannot be written, for root either."""
-    folder = tmp_path / "read_only"
-    folder.mkdir()
-    if os.geteuid():
-        folder.chmod(0o555)
-        yield folder
-        folder.chmod(0o755)
-        return
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("root writes everywhere, and cannot mount a read-only file system here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
@@ -139,12 +106,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return err
 
 
-def test_a_read_only_folder_and_data_that_are_not_there(
-    read_only: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--out", read_only / "runs", "data.source=npz", "data.path=missing.npz", "data.layout=NHWC")
+def test_a_read_only_folder_and_data_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    # where root cannot write either
+    words = ("--out", "/sys/runs", "data.source=npz", "data.path=missing.npz", "data.layout=NHWC")
     err = refused(capsys, *words)
-    assert f"cannot write in {read_only / 'runs'}: " in err
+    assert "cannot write in /sys/runs: " in err
     assert "name a folder that can be written with --out DIR" in err
     assert "missing.npz" in err
 
@@ -168,21 +134,11 @@ def test_a_file_system_without_locks_is_warned_of(
     assert main(["doctor", "--out", str(tmp_path)]) == FINISHED
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("OK with warnings: ")
-    host = socket.gethostname()
     no_locks = (
-        f"file locks do not work for rank 0 on {host}, so that a second run in a folder may not be refused"
+        f"{tmp_path}: file locks do not work for rank 0 on {socket.gethostname()}, so that a second run"
     )
-    assert f"{tmp_path}: {no_locks}" in last
+    assert f"{no_locks} in a folder may not be refused" in last
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_launcher_whose_ranks_are_alone_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py")
-    command = [sys.executable, "-m", "hpcfl.main", "doctor", "--out", str(tmp_path)]
-    done = run_tree(command, env={"PMI_SIZE": "4"}, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (BAD_INPUT, "")
-    assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks, but each is alone")
-    assert "srun --mpi=pm" in done.stderr
 
 
 # Other machines, by the facts of their ranks
@@ -205,10 +161,9 @@ def test_nodes_that_differ_are_named_with_rank_and_host() -> None:
 
 
 def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_warned_of() -> None:
-    found = Findings()
-    compare_nodes(
-        [rank(0), rank(1, clock=1059.0), rank(4, clock=939.0), rank(5), rank(8, host="node0")], found
-    )
+    found, fine = Findings(), Findings()
+    others = [rank(1, clock=1059.0), rank(4, clock=939.0), rank(5), rank(8, host="node0")]
+    compare_nodes([rank(0), *others], found)
     assert found.warnings == [
         "the clock of node1 is 61 s behind that of node0, rank 0's: times in log.txt may be wrong, and a run "
         "may not see when its SLURM job ends; set the clocks (see timedatectl)",
@@ -216,7 +171,6 @@ def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_warned_of() -> None
         "run folder cannot tell them apart; give each a name of its own (hostnamectl)",
     ]
     assert found.errors == []
-    fine = Findings()
     compare_nodes([rank(0), rank(4, clock=1059.0)], fine)
     assert fine == Findings()
 
@@ -234,10 +188,8 @@ def test_ranks_that_have_the_same_share_a_row() -> None:
 def test_more_threads_than_cores() -> None:
     found, pinned = Findings(), Findings()
     check_cores([rank(number) for number in range(4)], 1, found)
-    assert found == Findings(
-        [],
-        ["node0: 3 worker(s) of 1 thread(s) take turns on 2 cores: start fewer ranks"],
-    )
+    turns = "node0: 3 worker(s) of 1 thread(s) take turns on 2 cores: start fewer ranks"
+    assert found == Findings([], [turns])
     check_cores([rank(number, node_cores=8) for number in range(4)], 1, pinned)
     # each is bound to a core of its own, and wants two
     check_cores([rank(number, cores=[number], node_cores=8) for number in range(2)], 2, pinned)
@@ -272,11 +224,3 @@ def test_a_job_that_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     )
     shown = r"SLURM: job 7, ends in (1:59:59|2:00:00)\nSLURM: job 7, ends in 0:0(4:59|5:00)\n"
     assert re.fullmatch(rf"{shown}SLURM: job 7, no end time\n", capsys.readouterr().out)
-
-
-def test_the_verdict_is_one_line() -> None:
-    slow, broken = "a is slow", "b is broken: type c"
-    assert Findings().verdict() == "OK"
-    assert Findings([], [slow]).verdict() == "OK with warnings: a is slow"
-    assert Findings([], [slow, slow]).verdict() == "OK with warnings: (1) a is slow (2) a is slow"
-    assert Findings([broken], [slow]).verdict() == "to fix: b is broken: type c"

@@ -27,10 +27,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         ({"SLURM_JOB_NAME": "sh"}, None),
         ({"SLURM_JOB_ID": "17"}, "job 17, start 1"),
-        (
-            {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_JOB_NODELIST": "node[3-4]"},
-            "train 17, start 1, on node[3-4]",
-        ),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[3-4]"}, "job 17, start 1, on node[3-4]"),
         ({"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "t", "SLURM_RESTART_COUNT": "2"}, "t 17, start 3"),
         (
             {"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "2"},
@@ -49,7 +46,8 @@ def test_a_job_has_a_name_an_id_and_starts(
 def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder, notes = tmp_path / "run", tmp_path / "notes"
+    folder, alone, notes = (tmp_path / name for name in ("run", "alone", "notes"))
+    assert main([*TINY, "--out", str(alone)]) == FINISHED
     notes.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
@@ -59,12 +57,8 @@ def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
     assert yaml.safe_load((folder / "config.yaml").read_text())["environment"]["job"] == "train 17, start 1"
     assert (notes / "saved").read_text() == f"{folder} 2\n"
     assert (notes / "ready").exists()
-
-
-def test_without_a_job_nothing_is_said(tmp_path: Path) -> None:
-    assert main([*TINY, "--out", str(tmp_path / "run")]) == FINISHED
-    assert "job" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["environment"]
-    assert "SLURM" not in (tmp_path / "run" / "log.txt").read_text()
+    assert "job" not in yaml.safe_load((alone / "config.yaml").read_text())["environment"]
+    assert "SLURM" not in (alone / "log.txt").read_text()
 
 
 def test_notes_that_cannot_be_written_do_not_end_a_run(

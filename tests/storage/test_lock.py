@@ -9,44 +9,17 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import forked
 
 from hpcfl.errors import UserError
 from hpcfl.storage.lock import FolderLock, Holder, holder
 
 FOREIGN = "pid 7 on another-node, job 12345"
 """An owner that this machine cannot see."""
-
-
-@contextmanager
-def beside(work: str, folder: Path) -> Iterator[None]:
-    """Have another process do some work again and again, such as to `put` a text into a lock file."""
-    code = f"""
-import itertools, os, sys, time
-file = os.open(sys.argv[1] + "/.lock", os.O_RDWR | os.O_CREAT)
-def put(text):
-    os.pwrite(file, text.encode(), 0)
-    os.ftruncate(file, len(text))
-for number in itertools.count():
-    {work}
-    time.sleep(0.02)
-    if not number:
-        print("at it", flush=True)
-"""
-    command = [sys.executable, "-c", code, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "at it\n"
-            yield
-        finally:
-            process.send_signal(signal.SIGKILL)
 
 
 def test_one_process_cannot_lock_a_folder_twice(tmp_path: Path) -> None:
@@ -71,21 +44,24 @@ def test_a_lock_follows_a_renamed_folder(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from hpcfl.storage.lock import FolderLock\n"
-        "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as owner:
-        try:
-            assert owner.stdout is not None
-            assert owner.stdout.readline() == "held\n"
-            with pytest.raises(UserError) as refused:
-                FolderLock(tmp_path)
-        finally:
-            owner.kill()
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        FolderLock(tmp_path)
+        os.write(writer, b"held")
+        time.sleep(60)
+
+    owner = forked(hold)
+    os.close(writer)
+    try:
+        assert os.read(reader, 4) == b"held"
+        with pytest.raises(UserError) as refused:
+            FolderLock(tmp_path)
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
     assert str(tmp_path) in str(refused.value)
-    assert f"pid {owner.pid} on {socket.gethostname()};" in str(refused.value)
+    assert f"pid {owner} on {socket.gethostname()};" in str(refused.value)
     FolderLock(tmp_path).release()
 
 
@@ -109,13 +85,9 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
     assert held.lost() == f"was taken over by {FOREIGN}"
     held.release()
     assert (tmp_path / ".lock").read_text() == f"{FOREIGN}\n"
-    no_locks, taken = (str(entry.message) for entry in warned)
-    assert no_locks.startswith(
-        f"{tmp_path}: this file system has no locks: any later start takes the folder over"
-    )
-    assert taken.startswith(
-        f"{tmp_path} was locked by {owner}. This machine cannot see whether it still runs"
-    )
+    no_locks, taken = (str(entry.message).removeprefix(str(tmp_path)) for entry in warned)
+    assert no_locks.startswith(": this file system has no locks: any later start takes the folder over")
+    assert taken.startswith(f" was locked by {owner}. This machine cannot see whether it still runs")
 
 
 def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +124,10 @@ def test_a_dead_owner_on_this_machine_gives_no_warning(tmp_path: Path) -> None:
 
 def test_an_owner_that_was_taken_for_dead_is_told_and_leaves_the_name_of_the_other(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as held:
-        with beside(f"put('{FOREIGN}\\n')", tmp_path):
-            assert held.lost() == f"was taken over by {FOREIGN}"
+        # another process writes: this one would lose the lock as it closes the file
+        subprocess.run(["bash", "-c", f"echo '{FOREIGN}' > .lock"], cwd=tmp_path, check=True)
+        assert held.lost() == f"was taken over by {FOREIGN}"
+        held.release()
         assert (tmp_path / ".lock").read_text() == f"{FOREIGN}\n"
         (tmp_path / ".lock").write_text("")
         assert held.lost() == "lost its .lock to another run or a deletion"

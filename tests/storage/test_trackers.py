@@ -20,10 +20,10 @@ from bits import differing, run_here, run_killed_in_round, tiny_settings, write_
 from processes import run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
-from hpcfl.registries import load_config
 from hpcfl.storage.trackers import BINS, TRACKERS, Tracker
 
-ROUNDS = 5
+ROUNDS = 4
+UNSEEN = 1
 TOLERANCE = 1e-6
 """Events hold float32."""
 
@@ -33,6 +33,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
     return [*tiny_settings(digits), "method.name=fedavg", f"train.rounds={ROUNDS}", "run.checkpoint_every=2"]
+
+
+@pytest.fixture(scope="module")
+def plain(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run without a tracker."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    assert run_here(folder, settings) == FINISHED
+    return folder
 
 
 def reader(folder: Path) -> Any:
@@ -62,41 +70,17 @@ def rows(folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
-def test_columns_that_only_some_runs_have_are_sent_too(settings: list[str], tmp_path: Path) -> None:
+def test_columns_that_only_some_runs_have_and_a_histogram_of_clients_are_sent_too(
+    settings: list[str], tmp_path: Path
+) -> None:
     keys = ["data.unseen_clients=0.2", "clients.drop_rate=0.3", "clients.step_s=1", "run.tracker=tensorboard"]
-    assert run_here(tmp_path / "run", [*settings, *keys]) == FINISHED
-    expected = rows(tmp_path / "run")
+    assert run_here(tmp_path, [*settings, *keys]) == FINISHED
+    expected, found = rows(tmp_path), reader(tmp_path)
     assert {("accuracy_unseen", 1), ("lost", 1), ("simulated_s", 1)} <= expected.keys()
-    assert scalars(reader(tmp_path / "run")) == pytest.approx(expected, rel=TOLERANCE)
-
-
-def test_a_killed_run_has_every_round_once(settings: list[str], tmp_path: Path) -> None:
-    folder, plain = tmp_path / "run", tmp_path / "plain"
-    asked = [*settings, "run.tracker=tensorboard"]
-    run_killed_in_round(3, folder, asked)
-    found = reader(folder)
-    # rounds 1 to 3, of which the checkpoint after round 2 does not know the last
-    assert {step for _, step in scalars(found)} == {1, 2, 3}
-    assert run_here(folder, asked) == FINISHED
-    again = reader(folder)
-    expected = rows(folder)
-    assert {step for _, step in expected} == set(range(1, ROUNDS + 1))
-    assert scalars(again) == pytest.approx(expected, rel=TOLERANCE)
-    # one that has read the events of before the kill
-    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
-    assert [event.step for event in again.Histograms("accuracy_of_clients")] == list(range(1, ROUNDS + 1))
-    assert run_here(folder, asked) == FINISHED
-    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
-    assert run_here(plain, settings) == FINISHED
-    assert not differing(plain, folder)
-    assert not list(plain.glob("events.*"))
-
-
-def test_the_histogram_counts_clients_by_accuracy(settings: list[str], tmp_path: Path) -> None:
-    assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
+    assert scalars(found) == pytest.approx(expected, rel=TOLERANCE)
     with (tmp_path / "clients.csv").open(newline="") as file:
-        accuracy = np.array([float(row["accuracy"]) for row in csv.DictReader(file)])
-    last = reader(tmp_path).Histograms("accuracy_of_clients")[-1].histogram_value
+        accuracy = np.array([float(row["accuracy"]) for row in csv.DictReader(file)][:-UNSEEN])
+    last = found.Histograms("accuracy_of_clients")[-1].histogram_value
     assert (last.num, last.min, last.max) == (len(accuracy), accuracy.min(), accuracy.max())
     # a bin that ends at 1 has those at 1 too
     edges = np.minimum(np.searchsorted(BINS, accuracy, side="right"), len(BINS) - 1)
@@ -104,22 +88,37 @@ def test_the_histogram_counts_clients_by_accuracy(settings: list[str], tmp_path:
     assert {round(end, 9): n for end, n in zip(last.bucket_limit, last.bucket, strict=True) if n} == counts
 
 
+def test_a_killed_run_has_every_round_once(settings: list[str], plain: Path, tmp_path: Path) -> None:
+    asked = [*settings, "run.tracker=tensorboard"]
+    run_killed_in_round(3, tmp_path, asked)
+    found = reader(tmp_path)
+    # rounds 1 to 3, of which the checkpoint after round 2 does not know the last
+    assert {step for _, step in scalars(found)} == {1, 2, 3}
+    assert run_here(tmp_path, asked) == FINISHED
+    again = reader(tmp_path)
+    expected = rows(tmp_path)
+    assert {step for _, step in expected} == set(range(1, ROUNDS + 1))
+    assert scalars(again) == pytest.approx(expected, rel=TOLERANCE)
+    # one that has read the events of before the kill
+    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
+    assert [event.step for event in again.Histograms("accuracy_of_clients")] == list(range(1, ROUNDS + 1))
+    assert run_here(tmp_path, asked) == FINISHED
+    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
+    assert not differing(plain, tmp_path)
+    assert not list(plain.glob("events.*"))
+
+
 def test_events_asked_for_late_begin_with_the_first_round(settings: list[str], tmp_path: Path) -> None:
-    run_killed_in_round(3, tmp_path, settings)
+    assert run_here(tmp_path, [*settings, "train.rounds=3"]) == FINISHED
     assert not list(tmp_path.glob("events.*"))
     assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
     assert scalars(reader(tmp_path)) == pytest.approx(rows(tmp_path), rel=TOLERANCE)
 
 
-def test_the_name_of_the_run_stays() -> None:
-    names = {load_config(None, [f"run.tracker={value}"]).run_name() for value in ("wandb", "null")}
-    assert names == {load_config(None, []).run_name()}
-
-
 @pytest.mark.parametrize(
     ("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow-skinny")]
 )
-def test_a_missing_package_is_told_before_the_run(
+def test_a_missing_package_is_told_before_the_run_and_not_needed_without_the_tracker(
     name: str,
     package: str,
     settings: list[str],
@@ -136,7 +135,7 @@ def test_a_missing_package_is_told_before_the_run(
     assert error.startswith(f"hpcfl: error: run.tracker={name} needs the package {package}")
     assert f"pip install {package}" in error
     assert not (tmp_path / "run").exists()
-    assert run_here(tmp_path / "run", settings) == FINISHED
+    assert run_here(tmp_path / "run", [*settings, "train.rounds=1"]) == FINISHED
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -159,38 +158,34 @@ def wandb_rows(folder: Path) -> list[dict[tuple[str, int], float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
-    for path in sorted(
-        folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns
-    ):
+    files = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
         numbers = {}
         for data in wandb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.key or item.nested_key[0]: json.loads(item.value_json)
-                    for item in record.history.item
-                }
-                step = record.history.step.num
-                numbers |= {(name, step): value for name, value in items.items() if name[0] != "_"}
+                for item in record.history.item:
+                    name = item.key or item.nested_key[0]
+                    if name[0] != "_":
+                        numbers[name, record.history.step.num] = json.loads(item.value_json)
         found.append(numbers)
     return found
 
 
-def killed_and_resumed(folder: Path, settings: list[str], tracker: str, env: dict[str, str]) -> None:
+def run_twice(folder: Path, settings: list[str], tracker: str, env: dict[str, str]) -> None:
     """Run in processes of their own: clients of services leave threads behind."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(tracker)
     words = ["-m", "hpcfl.main", *settings, f"run.tracker={tracker}", "--out", str(folder)]
     run_forked([*words, "train.rounds=3"], env=env)
-    ended = run_forked(words, env=env)
-    assert ended.stderr == ""
+    assert run_forked(words, env=env).stderr == ""
 
 
 def test_wandb_offline_has_every_round_in_its_newest_folder(settings: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    killed_and_resumed(folder, settings, "wandb", {"WANDB_MODE": "offline"})
+    run_twice(folder, settings, "wandb", {"WANDB_MODE": "offline"})
     first, whole = wandb_rows(folder)
     assert {step for _, step in first} == {1, 2, 3}
     assert whole == pytest.approx(rows(folder))
@@ -204,23 +199,22 @@ def test_mlflow_has_every_round_once(settings: list[str], tmp_path: Path) -> Non
     folder = tmp_path / "run"
     uri = f"file://{tmp_path}/mlruns"
     env = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
-    killed_and_resumed(folder, settings, "mlflow", env)
+    run_twice(folder, settings, "mlflow", env)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name("hpcfl")
         (run,) = client.search_runs([experiment.experiment_id])
-        history = {
-            (name, metric.step): metric.value
+        sent = [
+            ((name, metric.step), metric.value)
             for name in run.data.metrics
             for metric in client.get_metric_history(run.info.run_id, name)
-        }
-        count = sum(len(client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics)
+        ]
     assert run.info.status == "FINISHED"
     assert run.data.params["method.name"] == "fedavg"
-    assert history == pytest.approx(rows(folder))
-    assert count == len(history)
+    assert dict(sent) == pytest.approx(rows(folder))
+    assert len(sent) == len(dict(sent))
 
 
 class Known(Tracker):
@@ -248,7 +242,7 @@ def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
     Known.opened.clear()
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(TRACKERS, name, Known)
-    for tracker, rounds in [("wandb", 2), ("mlflow", 3), ("wandb", 4)]:
+    for tracker, rounds in [("wandb", 1), ("mlflow", 2), ("wandb", 3)]:
         capsys.readouterr()
         keys = [*settings, f"run.tracker={tracker}", f"train.rounds={rounds}"]
         assert run_here(tmp_path / "run", keys) == FINISHED
@@ -258,12 +252,11 @@ def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
 
 
 def test_a_service_that_cannot_be_reached_is_given_up_with_a_warning(
-    settings: list[str], tmp_path: Path
+    settings: list[str], plain: Path, tmp_path: Path
 ) -> None:
     env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     words = [*settings, "run.tracker=mlflow", "--quiet", "--out", str(tmp_path / "run")]
     ended = run_forked(["-m", "hpcfl.main", *words], env=env)
     (warning,) = ended.stderr.splitlines()
     assert warning.startswith(f"hpcfl: warning: {tmp_path / 'run'}: run.tracker=mlflow has failed: ")
-    assert run_here(tmp_path / "plain", settings) == FINISHED
-    assert not differing(tmp_path / "plain", tmp_path / "run")
+    assert not differing(plain, tmp_path / "run")
