@@ -139,7 +139,7 @@ def with_settings_of(method: str, *changed: str) -> Run:
     small = {"fedbn": ["model.batchnorm=true"], "fedmn": []}.get(
         method, ["model.name=mlp", "model.hidden=[8]"]
     )
-    return Run(*method_settings(method), *small, "train.rounds=2", *changed)
+    return Run(*method_settings(method), *small, "train.rounds=1", *changed)
 
 
 @pytest.mark.parametrize(
