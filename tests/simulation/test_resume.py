@@ -218,29 +218,21 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-@pytest.fixture
-def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a pFedLA run with checkpoints after rounds 1 and 2 of 3."""
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        for _ in range(2):
-            assert run_here(tmp_path / "run", [*settings, *short("pfedla")]) == STOPPED
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
 @pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],
-    stopped_run: Path,
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     damage: Callable[[Path], None],
 ) -> None:
-    damage(stopped_run / "checkpoint.h5")
-    assert run_here(stopped_run, [*settings, *short("pfedla")]) == FINISHED
+    keys = [*settings, *short("pfedla")]
+    assert run_here(tmp_path, [*keys, "train.rounds=2", "run.checkpoint_every=1"]) == FINISHED
+    damage(tmp_path / "checkpoint.h5")
+    assert run_here(tmp_path, keys) == FINISHED
     warning = capfd.readouterr().err
-    assert warning.startswith(f"hpcfl: warning: {stopped_run / 'checkpoint.h5'} is ")
-    assert f"taking {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
+    assert warning.startswith(f"hpcfl: warning: {tmp_path / 'checkpoint.h5'} is ")
+    assert f"taking {tmp_path / 'checkpoint.prev.h5'}, round 1" in warning
     assert warning.count("\n") == 1
-    assert not differing(undisturbed("pfedla"), stopped_run)
+    assert not differing(undisturbed("pfedla"), tmp_path)
