@@ -134,9 +134,9 @@ def test_the_run_goes_on_with_their_numbers(
 def test_too_large_a_step(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real divergence, on ranks and alone: one line, one exit code, no traceback."""
+    """Real divergence, on three ranks and alone: one line, one exit code, no traceback."""
     keys = [*settings, "method.name=fedavg", "train.lr=1e6", "model.batchnorm=false", "train.local_epochs=4"]
-    done = mpirun(2, "-m", "hpcfl.main", *keys, "--quiet", "--out", tmp_path / "ranks", check=False)
+    done = mpirun(3, "-m", "hpcfl.main", *keys, "--quiet", "--out", tmp_path / "ranks", check=False)
     assert done.returncode == DIVERGED
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("hpcfl")]

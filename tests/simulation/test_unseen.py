@@ -42,6 +42,7 @@ from hpcfl.results.run import load_run
 from hpcfl.setup import experiment
 from hpcfl.setup.experiment import build, load_data, partition_samples
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
+from hpcfl.storage.reading import read_columns
 
 SEEN, UNSEEN = 5, 2
 
@@ -226,19 +227,16 @@ def test_new_clients_find_running_statistics_of_their_own(serial: Folders, case:
 
 
 def test_files_tell_them_apart(serial: Folders) -> None:
-    with (serial("fedavg") / "metrics.csv").open(newline="") as lines:
-        metrics = list(csv.DictReader(lines))
-    with (serial("fedavg") / "clients.csv").open(newline="") as lines:
-        clients = list(csv.DictReader(lines))
-    assert list(metrics[0]) == [*METRICS, *UNSEEN_METRICS]
-    assert [row["unseen"] for row in clients] == ["0"] * SEEN + ["1"] * UNSEEN
-    assert [int(row["client"]) for row in clients] == list(range(SEEN + UNSEEN))
-    scores = [[float(row["accuracy"]) for row in clients if row["unseen"] == mark] for mark in "01"]
-    last = {name: float(value) for name, value in metrics[-1].items()}
-    assert last["accuracy_mean"] == pytest.approx(np.mean(scores[0]), rel=1e-12)
-    assert last["accuracy_unseen"] == pytest.approx(np.mean(scores[1]), rel=1e-12)
-    assert last["accuracy_unseen_std"] == pytest.approx(np.std(scores[1]), rel=1e-12)
-    assert {(row["bytes_down"], row["bytes_up"]) for row in clients if row["unseen"] == "1"} == {("0", "0")}
+    metrics, clients = (read_columns(serial("fedavg") / name) for name in ("metrics.csv", "clients.csv"))
+    assert list(metrics) == [*METRICS, *UNSEEN_METRICS]
+    assert clients["unseen"].tolist() == [0] * SEEN + [1] * UNSEEN
+    assert clients["client"].tolist() == list(range(SEEN + UNSEEN))
+    seen, unseen = np.split(clients["accuracy"], [SEEN])
+    last = {name: values[-1] for name, values in metrics.items()}
+    assert last["accuracy_mean"] == pytest.approx(seen.mean(), rel=1e-12)
+    assert last["accuracy_unseen"] == pytest.approx(unseen.mean(), rel=1e-12)
+    assert last["accuracy_unseen_std"] == pytest.approx(unseen.std(), rel=1e-12)
+    assert not (clients["bytes_down"] + clients["bytes_up"])[SEEN:].any()
     # cohorts of three of the five: {0, 2, 3}, {0, 2, 4}
     assert last["coverage"] == 0.8
 
