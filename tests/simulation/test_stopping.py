@@ -24,23 +24,17 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopFlag]:
     stop_flag.restore()
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_requests_a_stop(flag: StopFlag, number: signal.Signals) -> None:
-    assert not flag.agreed(Communicator(), 0)
-    signal.raise_signal(number)
-    assert flag.agreed(Communicator(), 0)
-
-
 @pytest.mark.parametrize("first", STOP_SIGNALS)
 @pytest.mark.parametrize("second", STOP_SIGNALS)
-def test_a_second_signal_stops_at_once(
+def test_a_signal_requests_a_stop_and_a_second_one_stops_at_once(
     flag: StopFlag, monkeypatch: pytest.MonkeyPatch, first: signal.Signals, second: signal.Signals
 ) -> None:
+    assert not flag.agreed(Communicator(), 0)
     signal.raise_signal(first)
+    assert flag.agreed(Communicator(), 0)
     # as a terminal and a launcher deliver it, and a launcher may turn it into another
     for again in (first, second):
         signal.raise_signal(again)
-    assert flag.agreed(Communicator(), 0)
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     with pytest.raises(ForcedStop, match=f"by a second signal, {second.name};") as stopped:
         signal.raise_signal(second)
