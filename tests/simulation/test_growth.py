@@ -21,7 +21,7 @@ from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 
-FIRST, LAST = 8, 16
+FIRST, LAST = 10, 25
 """Rounds between which growth is taken: the first ones fill what is kept for good."""
 BYTES_A_ROUND, OBJECTS_A_ROUND = 12000, 10
 """Above what is measured, 7500 and 3: rows of the ledger, and what torch gathers in its first rounds."""
