@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from harness import Run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Message
 from hpcfl.training.engines import LoopEngine
 
 COPIES = ("clone", "copy_", "cat", "stack", "index", "index_put_", "index_select", "_to_copy")
@@ -77,13 +74,3 @@ def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
     with counted:
         run.simulation._round(run.simulation.cohort(1), False)
     assert counted.models == copies
-
-
-def test_what_is_shared_goes_to_the_device_once_for_all_groups() -> None:
-    run = Run("method.name=fedavg", "train.rounds=1")
-    federation = run.simulation._federation
-    federation.worker_context = replace(federation.worker_context, device=torch.device("meta"))
-    message = Message(shared={"theta": torch.ones(3)}, per_client={"own": torch.ones(4, 2)}, num_clients=4)
-    down = federation.on_device(federation.deliver(message, run.simulation.cohort(0)).received)
-    assert (down["theta"].device.type, down["own"].device.type) == ("meta", "cpu")
-    assert down.to(torch.device("meta")).shared["theta"] is down.shared["theta"]

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from harness import SMALL
-from processes import Mpirun
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.data.shard import Shard
@@ -68,27 +67,6 @@ def test_samples_that_do_not_fit(
     monkeypatch.setattr(Shard, "build", full)
     assert main([*SMALL, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
     assert "is out of memory; try fewer ranks on a GPU" in capsys.readouterr().err
-
-
-def test_one_rank_without_memory_ends_all(mpirun: Mpirun, tmp_path: Path) -> None:
-    code = f"""
-import sys
-import torch
-from hpcfl.communication.communicator import open_world
-from hpcfl.main import main
-from hpcfl.training.engines import LoopEngine
-
-def full(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-if open_world().rank == 2:
-    LoopEngine.gradient = full
-sys.exit(main([*{list(SMALL)}, "--out", {str(tmp_path / "run")!r}]))
-"""
-    done = mpirun(3, "-c", code, timeout=60, check=False, anew=True)
-    assert done.returncode == OUT_OF_MEMORY
-    assert "hpcfl: error: the GPU of rank 2 on " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, contents, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import KINDS, contents, differing, method_settings, run_here, tiny_settings, write_digits
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
@@ -44,10 +44,8 @@ class Poisoned(METHODS["{method}"]):
         for number, client in enumerate(clients.ids):
             if client in WHO.get(clients.round, ()):
                 for name in up.per_client:
-                    if name != "paths":
-                        up.per_client[name][number] = up.per_client[name][number].clone()
-                        up.per_client[name][number, :4] = torch.nan if client == 3 else -torch.inf
-                        up.per_client[name][number, 7] = torch.inf
+                    up.per_client[name][number, :4] = torch.nan if client == 3 else -torch.inf
+                    up.per_client[name][number, 7] = torch.inf
                 for name in list(clients.kept):
                     if clients[name].is_floating_point():
                         clients[name][number] = torch.nan
@@ -63,15 +61,10 @@ def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def settings(digits: Path) -> list[str]:
-    return [*tiny_settings(digits), "run.report=false", "run.checkpoint_every=1"]
+    return [*tiny_settings(path), "run.checkpoint_every=1"]
 
 
 @pytest.fixture
@@ -139,11 +132,10 @@ def test_the_run_goes_on_with_their_numbers(
 
 
 def test_too_large_a_step(
-    digits: Path, tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
+    settings: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real divergence, on three ranks: one line, one exit code, no traceback."""
-    keys = [*tiny_settings(digits), "method.name=fedavg", "train.lr=1e6", "model.batchnorm=false"]
-    keys.append("train.local_epochs=4")
+    """Real divergence, on three ranks and alone: one line, one exit code, no traceback."""
+    keys = [*settings, "method.name=fedavg", "train.lr=1e6", "model.batchnorm=false", "train.local_epochs=4"]
     done = mpirun(3, "-m", "hpcfl.main", *keys, "--quiet", "--out", tmp_path / "ranks", check=False)
     assert done.returncode == DIVERGED
     assert "Traceback" not in done.stderr
@@ -155,20 +147,23 @@ def test_too_large_a_step(
     assert said(capsys) == [line]
 
 
+STEEP = """
+from hpcfl.methods.fedavg import FedAvg
+
+class Steep(FedAvg):
+    def aggregate(self, server, cohort, up):
+        super().aggregate(server, cohort, up)
+        if cohort.round == 1:
+            server["theta"][:3] = float("inf")
+"""
+
+
 def test_a_server_that_diverges_is_told_from_its_clients(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "steep.py"
-    path.write_text(
-        "from hpcfl.methods.fedavg import FedAvg\n\n\n"
-        "class Steep(FedAvg):\n"
-        "    def aggregate(self, server, cohort, up):\n"
-        "        super().aggregate(server, cohort, up)\n"
-        "        if cohort.round == 1:\n"
-        "            server['theta'][:3] *= 1e30\n"
-        "            server['theta'][:3] *= 1e30\n"
-    )
-    for policy, every in (("stop", 1), ("skip", 1), ("stop", 3), ("skip", 3)):
+    path.write_text(STEEP)
+    for policy, every in (("stop", 1), ("skip", 3)):
         folder = tmp_path / f"{policy}{every}"
         keys = [f"method.path={path}", f"run.checkpoint_every={every}", f"run.on_divergence={policy}"]
         capsys.readouterr()
@@ -183,21 +178,24 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         assert not list(folder.glob("*tmp*"))
 
 
+TUNED = """
+from hpcfl.methods.fedavg import FedAvg
+
+class Tuned(FedAvg):
+    def finetune(self, clients, down, epochs):
+        tuned = super().finetune(clients, down, epochs)
+        if clients.round >= 2 and 4 in clients.ids:
+            tuned.per_client["theta"][clients.ids.index(4)] *= float("nan")
+        return tuned
+"""
+
+
 def test_a_model_that_cannot_be_scored(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fine-tuning makes nan of a sound model; the last evaluation is part of a checkpoint."""
     path = tmp_path / "tuned.py"
-    path.write_text(
-        "from hpcfl.methods.fedavg import FedAvg\n\n\n"
-        "class Tuned(FedAvg):\n"
-        "    def finetune(self, clients, down, epochs):\n"
-        "        tuned = super().finetune(clients, down, epochs)\n"
-        "        for number, client in enumerate(clients.ids):\n"
-        "            if clients.round >= 2 and client == 4:\n"
-        "                tuned.per_client['theta'][number] *= float('nan')\n"
-        "        return tuned\n"
-    )
+    path.write_text(TUNED)
     keys = [*settings, f"method.path={path}", "train.finetune_epochs=2", "train.rounds=2"]
     what = "tuned; loss is nan after 2 epochs of fine-tuning"
     told = f"client 4 diverged in the evaluation after round 2 ({what})"
@@ -218,22 +216,11 @@ def test_a_model_that_cannot_be_scored(
 
 
 CASES = {
-    **{name: method_settings(name) for name in DIFFERENT},
-    **{name: method_settings(name) for name in ("fedavg-topk", "heurpfedla-topk")},
+    **{name: method_settings(name) for name in (*KINDS, "fedavg-topk", "heurpfedla-topk")},
     "fedmn-chain": [*method_settings("fedmn"), "method.order=chain"],
     "pfedla-sharded": [*method_settings("pfedla"), "method.server=sharded"],
 }
-ROUNDED = (
-    "fedamp",
-    "fedcac",
-    "heurpfedla",
-    "heurpfedla-topk",
-    "pfedgraph",
-    "pfedhn",
-    "pfedla",
-    "pfedla-sharded",
-    "pfedsim",
-)
+ROUNDED = ("heurpfedla", "heurpfedla-topk", "pfedhn", "pfedla-sharded")
 """Products of a whole cohort have other last bits than those of a smaller one."""
 
 
@@ -268,18 +255,14 @@ def never_there(monkeypatch: pytest.MonkeyPatch, client: int, round: int) -> Non
 
 def numbers_of(folder: Path) -> dict[str, np.ndarray]:
     """Return the state of server and clients by name."""
-    found: dict[str, np.ndarray] = {}
-    with h5py.File(folder / "checkpoint.h5", locking=False) as file:
-        for group in ("server", "clients"):
-            file[group].visititems(
-                lambda name, item, group=group: (
-                    found.update({f"{group}/{name}": item[()]}) if isinstance(item, h5py.Dataset) else None
-                )
-            )
-    return found
+    datasets = {name: item for name, item in contents(folder).items() if name[0] == "/" and "@" not in name}
+    return {
+        name: np.frombuffer(data, dtype).reshape(shape)
+        for name, (dtype, shape, data) in datasets.items()
+        if name.startswith(("/server/", "/clients/"))
+    }
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
 @pytest.mark.parametrize("case", CASES)
 def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
@@ -302,7 +285,7 @@ def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
         np.testing.assert_allclose(values, absent[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "pfedla", "scaffold"])
+@pytest.mark.parametrize("method", ["pfedla", "scaffold"])
 def test_a_round_without_a_client_changes_nothing(
     settings: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -346,12 +329,10 @@ def test_others_of_a_group_keep_what_they_learnt(
     assert run_here(tmp_path / "sound", keys) == FINISHED
     spoil(monkeypatch, METHODS["local"], [2], round=0)
     assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
-    found, sound = (numbers_of(tmp_path / name)["clients/theta"] for name in ("run", "sound"))
+    found, sound = (numbers_of(tmp_path / name)["/clients/theta"] for name in ("run", "sound"))
     same = (found == sound).all(axis=1).tolist()
     assert same == [True, True, False, True, True, True, True]
-    network = make_network(side=7, batchnorm=True)
     assert np.isfinite(found).all()
-    assert found.shape[1] == sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_a_number_whose_difference_to_another_overflows(
@@ -370,17 +351,13 @@ def test_a_number_whose_difference_to_another_overflows(
     monkeypatch.setattr(METHODS["fedavg"], "train", steep)
     assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
     assert load_run(tmp_path / "run").diverged.tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert np.isfinite(numbers_of(tmp_path / "run")["server/theta"]).all()
+    assert np.isfinite(numbers_of(tmp_path / "run")["/server/theta"]).all()
 
 
 # Any number of ranks
 
 
-POISONED_RUNS = {
-    "fedavg": ["comm.codec=topk"],
-    "heurpfedla": ["method.server=sharded", "method.k=2"],
-    "fedmn": ["method.architecture=[1,2,2]", "method.widths=[16,8]"],
-}
+POISONED_RUNS = {"fedavg": ["comm.codec=topk"], "heurpfedla": ["method.server=sharded", "method.k=2"]}
 
 
 def test_ranks_and_a_resume_give_the_same_bits(
@@ -419,12 +396,7 @@ def test_what_is_wrong_with_each_member() -> None:
     up = Message(per_client={"theta": theta, "share": share, "paths": torch.zeros(6, 1, dtype=torch.uint8)})
     figures = losses_and_extremes(clients, up)
     assert figures.shape == (2, 6)
-    assert diverged_members(clients, up, figures) == {
-        1: "theta",
-        2: "its own",
-        3: "loss",
-        4: "loss, share",
-    }
+    assert diverged_members(clients, up, figures) == {1: "theta", 2: "its own", 3: "loss", 4: "loss, share"}
 
 
 def test_what_is_wrong_with_the_server() -> None:

@@ -22,7 +22,6 @@ from hpcfl.tables.accuracies import _figures
     ("accuracies", "patience", "stops"),
     [
         ([], 1, False),
-        ([0.5], 1, False),
         ([0.5, 0.6, 0.6], 1, True),
         ([0.5, 0.6, 0.6], 2, False),
         ([0.5, 0.6, 0.6, 0.55], 2, True),
@@ -42,7 +41,7 @@ def keys(tmp_path: Path) -> list[str]:
     """Settings whose accuracy stops rising long before the last of 40 rounds."""
     digits = tmp_path / "digits.npz"
     write_digits(digits)
-    of_run = ["method.name=fedper", "data.val_fraction=0.3", "data.subset_per_class=40", "data.clients=5"]
+    of_run = ["method.name=fedper", "data.val_fraction=0.3", "data.clients=5"]
     of_run += ["train.rounds=40", "train.patience=2", "run.eval_every=2", "run.checkpoint_every=3"]
     return [*tiny_settings(digits), *of_run]
 

@@ -68,13 +68,7 @@ def test_never_far_from_the_least_possible_time(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_workers", "num_clients", "cohort", "at_home", "placed"),
-    [
-        (2, 100, 10, 0.15, 0.005),
-        (8, 100, 10, 0.58, 0.38),
-        (8, 1000, 100, 0.27, 0.04),
-        (64, 10_000, 1000, 0.37, 0.03),
-        (512, 100_000, 10_000, 0.42, 0.03),
-    ],
+    [(2, 100, 10, 0.15, 0.005), (8, 100, 10, 0.58, 0.38), (64, 10_000, 1000, 0.37, 0.03)],
 )
 def test_idle_share_of_equal_clients(
     num_workers: int, num_clients: int, cohort: int, at_home: float, placed: float
@@ -108,9 +102,8 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
     away = [client for client, _, _ in migrations]
     assert away == ([1, 2, 3] if count > 1 else [])
     federation.migration.begin(migrations)
-    visitors = [
-        client for client, _, worker in migrations if worker == world.worker_index and world.is_worker
-    ]
+    own = world.worker_index if world.is_worker else None
+    visitors = [client for client, _, worker in migrations if worker == own]
     place = federation.migration.worker_context
     assert list(place.clients if migrations else []) == visitors
     trained = [clients.ids for _, clients in federation.groups(cohort)]
@@ -121,10 +114,8 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
     ]
     for local, client in enumerate(visitors):
         for split in SPLITS:
-            samples, expected = (
-                place.shard.samples(split, local),
-                alone.worker_context.shard.samples(split, client),
-            )
+            samples = place.shard.samples(split, local)
+            expected = alone.worker_context.shard.samples(split, client)
             assert all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
             assert len(samples[1])
         assert torch.equal(place.state["theta"][local], alone.worker_context.state["theta"][client] + client)

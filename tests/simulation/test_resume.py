@@ -12,6 +12,7 @@ import pytest
 from bits import (
     CODED,
     DIFFERENT,
+    KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     completed_rounds,
@@ -41,11 +42,11 @@ SPECIAL = {
 """FedMN whose first round is another than those after it, local training with all there is, and models and
 codes that are kept elsewhere."""
 
-STATEFUL = ("fedrod-hyper", "pfedhn-private")
-"""Variants whose state is another than their method's."""
-
-REMEMBERED = [case for case in CODED if case.endswith("-topk") and case != "pfedla-topk"]
-"""Cases whose clients keep what a codec has not sent."""
+OTHER_STATE = (
+    *("fedrod-hyper", "pfedhn-private"),
+    *(case for case in CODED if case.endswith("-topk") and case != "pfedla-topk"),
+)
+"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def short(method: str) -> list[str]:
 # Every round boundary
 
 
-@pytest.mark.parametrize("method", [*DIFFERENT, *STATEFUL, *REMEMBERED, *SPECIAL])
+@pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
 def test_killed_and_then_stopped_or_prolonged(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -98,6 +99,22 @@ def test_killed_and_then_stopped_or_prolonged(
         patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
         assert run_here(tmp_path / "run", shorter) == (STOPPED if uses_rounds else FINISHED)
     assert completed_rounds(tmp_path / "run") == 2
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(undisturbed(method), tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", [*(name for name in DIFFERENT if name not in KINDS), *OTHER_STATE])
+def test_stopped_after_the_first_round(
+    undisturbed: Callable[[str], Path],
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    keys = [*settings, *short(method)]
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        assert run_here(tmp_path / "run", keys) == STOPPED
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
 
@@ -182,16 +199,6 @@ def test_schedules_over_all_rounds_cannot_be_prolonged(
     assert "train.rounds" in error
 
 
-def test_killed_between_the_last_checkpoint_and_clients_csv(
-    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    assert run_here(folder, [*settings, *short("fedavg")]) == FINISHED
-    (folder / "clients.csv").unlink()
-    assert run_here(folder, [*settings, *short("fedavg")]) == FINISHED
-    assert not differing(undisturbed("fedavg"), folder)
-
-
 def test_killed_before_config_yaml_was_in_place(
     undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
@@ -211,29 +218,21 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-@pytest.fixture
-def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a pFedLA run with checkpoints after rounds 1 and 2 of 3."""
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        for _ in range(2):
-            assert run_here(tmp_path / "run", [*settings, *short("pfedla")]) == STOPPED
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
 @pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],
-    stopped_run: Path,
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     damage: Callable[[Path], None],
 ) -> None:
-    damage(stopped_run / "checkpoint.h5")
-    assert run_here(stopped_run, [*settings, *short("pfedla")]) == FINISHED
+    keys = [*settings, *short("pfedla")]
+    assert run_here(tmp_path, [*keys, "train.rounds=2", "run.checkpoint_every=1"]) == FINISHED
+    damage(tmp_path / "checkpoint.h5")
+    assert run_here(tmp_path, keys) == FINISHED
     warning = capfd.readouterr().err
-    assert warning.startswith(f"hpcfl: warning: {stopped_run / 'checkpoint.h5'} is ")
-    assert f"taking {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
+    assert warning.startswith(f"hpcfl: warning: {tmp_path / 'checkpoint.h5'} is ")
+    assert f"taking {tmp_path / 'checkpoint.prev.h5'}, round 1" in warning
     assert warning.count("\n") == 1
-    assert not differing(undisturbed("pfedla"), stopped_run)
+    assert not differing(undisturbed("pfedla"), tmp_path)

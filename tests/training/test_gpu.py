@@ -16,13 +16,12 @@ import h5py
 import pytest
 import torch
 import yaml
-from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
+from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
 from harness import SMALL, Run
 from processes import Mpirun, run_tree
 
 from hpcfl.errors import FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.main import main
-from hpcfl.methods import METHODS
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
@@ -34,7 +33,7 @@ pytestmark = [
     ),
 ]
 
-CASES = [*METHODS, *VARIANTS]
+CASES = [*DIFFERENT, *VARIANTS]
 ENGINES = ["loop", "batched"]
 
 
@@ -185,15 +184,6 @@ sys.exit(main({keys}))
     assert done.returncode == OUT_OF_MEMORY
     assert re.search(r"hpcfl: error: the GPU of rank 0 on \S+ is out of memory; try", done.stderr)
     assert "Traceback" not in done.stderr
-
-
-def test_state_on_the_gpu_takes_its_memory_there() -> None:
-    taken = []
-    for state in ("host", "device"):
-        run = Run("method.name=local", "run.device=cuda", f"run.state={state}")
-        theta = run.clients["theta"]
-        taken.append(theta.untyped_storage().nbytes() if theta.is_cuda else 0)
-    assert taken == [0, 4 * 4 * run.method.layout.size]
 
 
 def test_clients_at_once_come_from_free_memory() -> None:

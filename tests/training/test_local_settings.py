@@ -1,4 +1,4 @@
-"""Local training beyond plain SGD: how the engines agree on it, and what refuses it.
+"""Local training beyond plain SGD: which methods take it, and what refuses it.
 
 The numbers are compared with torch's in the tests of methods, with `ADAM` of by_hand.py.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bits import DIFFERENT, method_settings
-from harness import Run, make_network, make_place, random, spread
+from harness import Run, make_network, make_place, random
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import Change, TrainConfig
@@ -37,33 +37,19 @@ KEYS: dict[str, object] = {
 """A value by key that changes what clients do."""
 
 
-@pytest.mark.parametrize("batchnorm", [False, True])
-def test_engines_agree_in_float64(batchnorm: bool) -> None:
-    network = make_network(batchnorm=batchnorm).double()
-    keys = KEYS | {"batch_size": 4, "local_epochs": 2, "lr": 0.05, "weight_decay": 0.1, "epsilon": 1e-3}
-    train = TrainConfig.model_validate(keys)
-    theta, buffers = spread(network, 5)
-    together = ClientGroup(make_place(network, SIZES, train, clients_at_once=5), range(5), 0)
-    together.buffers = buffers.clone()
-    batched = together.sgd(theta).theta
-    place = make_place(network, SIZES, train)
-    for client in range(5):
-        alone = ClientGroup(place, [client], 0)
-        alone.buffers = buffers[[client]].clone()
-        torch.testing.assert_close(batched[[client]], alone.sgd(theta[[client]]).theta, rtol=0, atol=1e-9)
-    assert (batched - theta).abs().amax(dim=1).min() > 0.01
+SPELLINGS = {
+    "optimiser": ["sgd"],
+    "warmup_rounds": ["0"],
+    "label_smoothing": ["0"],
+    "augment": ["none", "[]"],
+}
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
     plain = load_config(None, ["method.name=fedavg"])
     assert getattr(plain.train, key) is None
-    for spelling in {
-        "optimiser": ["sgd"],
-        "warmup_rounds": ["0"],
-        "label_smoothing": ["0"],
-        "augment": ["none", "[]"],
-    }.get(key, []):
+    for spelling in SPELLINGS.get(key, []):
         assert load_config(None, ["method.name=fedavg", f"train.{key}={spelling}"]) == plain
     value = str(KEYS[key]).replace("'", "")
     changed = load_config(None, ["method.name=fedavg", f"train.{key}={value}"])
@@ -71,8 +57,9 @@ def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("changes", [["crop"], ["flip"], ["crop", "flip"]])
-@pytest.mark.parametrize(("height", "width"), [(28, 32), (7, 9)])
+@pytest.mark.parametrize(
+    ("changes", "height", "width"), [(["crop"], 28, 32), (["flip"], 7, 9), (["crop", "flip"], 7, 9)]
+)
 def test_images_move_and_are_mirrored_as_by_hand(changes: list[Change], height: int, width: int) -> None:
     x = random(2, 3, 2, height, width)
     black = torch.tensor([-0.5, 3.0])
@@ -136,10 +123,9 @@ def test_a_clients_changes_depend_on_round_and_purpose_but_not_on_its_group() ->
 
 @cache
 def with_settings_of(method: str, *changed: str) -> Run:
-    small = {"fedbn": ["model.batchnorm=true"], "fedmn": []}.get(
-        method, ["model.name=mlp", "model.hidden=[8]"]
-    )
-    return Run(*method_settings(method), *small, "train.rounds=2", *changed)
+    other = {"fedbn": ["model.batchnorm=true"], "fedmn": []}
+    small = other.get(method, ["model.name=mlp", "model.hidden=[8]"])
+    return Run(*method_settings(method), *small, "train.rounds=1", *changed)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +187,7 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
             ["label_smoothing=1"],
             r"train\.label_smoothing=1 is invalid; allowed: null or a number >= 0 and < 1",
         ),
-        (
-            ["augment=[turn]"],
-            r"train\.augment=.*turn.* is invalid; allowed: null or a list .*, each VALUE crop, flip",
-        ),
+        (["augment=[turn]"], r"train\.augment=.*turn.* is invalid; allowed: null or a list .* crop, flip"),
         (["clip=0"], r"train\.clip=0 is invalid; allowed: null or a number > 0"),
         (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
         (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),

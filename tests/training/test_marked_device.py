@@ -49,21 +49,9 @@ OPERATORS_OF_A_STEP = 105
 """Most operators, views left out, of one step of the batched engine on two convolutions with BatchNorm, with
 momentum; it is 102 with torch 2.13."""
 
-VIEWS = frozenset(
-    (
-        *(
-            "_reshape_alias",
-            "_unsafe_view",
-            "alias",
-            "as_strided",
-            "detach",
-            "expand",
-            "permute",
-            "select",
-            "slice",
-        ),
-        *("split_with_sizes", "squeeze", "split", "t", "transpose", "unbind", "unsqueeze", "view"),
-    )
+VIEWS = (
+    *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "select"),
+    *("slice", "split_with_sizes", "squeeze", "split", "t", "transpose", "unbind", "unsqueeze", "view"),
 )
 """Operators that start no kernel."""
 
@@ -215,12 +203,12 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    few = ["data.clients=6", "data.subset_per_class=12", "run.clients_at_once=2", "train.rounds=2"]
-    return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.6", "run.eval_every=1"]
+    few = ["data.clients=5", "data.subset_per_class=10", "run.clients_at_once=2", "train.rounds=2"]
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.5"]
 
 
-DIGITS_CNN, TINY_CNN, HEAD = 13_706, 7658, 650
-"""Trainable numbers of digits_cnn, of the one for the images here, and of their head."""
+TINY_CNN, HEAD = 7658, 650
+"""Trainable numbers of the network here, and of its head."""
 OWN_NUMBERS = {
     "fedafk": HEAD,
     "fedbabu": HEAD,
@@ -234,7 +222,7 @@ initial model, numbers of steps.
 FedMN's router draws on the CPU whatever the device."""
 
 
-LOOPED = ("fedavg", "fedem", "fedmn", "fedrod", "pfedmb")
+LOOPED = ("fedavg", "fedem", "fedmn")
 """Methods that differ in what they ask of an engine; on a GPU, the batched one is the default."""
 
 
@@ -253,7 +241,7 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
 ) -> None:
     """Download, request, training, aggregation, checkpoint, fine-tuning, unseen clients and evaluation."""
     keys = [*settings, *method_settings(case), "train.finetune_epochs=1", f"run.engine={engine}"]
-    keys += ["data.unseen_clients=0.33", "run.eval_every=2"]
+    keys += ["data.unseen_clients=0.25", "run.eval_every=2"]
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(stops_between_steps) >= 2
     assert set(stops_between_steps) == {0}
@@ -279,20 +267,6 @@ def test_what_keeps_state_on_the_host_brings_it_in_every_round(
     assert run.clients["theta"].device == (CPU if state == "host" else DEVICE)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(5, DEVICE), (3, CPU)])
-def test_state_that_takes_too_much_stays_on_the_host(
-    marked: Marked, monkeypatch: pytest.MonkeyPatch, free: int, expected: torch.device
-) -> None:
-    """The state is four models, of which a quarter of the free memory holds more or fewer."""
-    whole = 4 * 4 * DIGITS_CNN
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * whole, 2 * free * whole))
-    run = Run("method.name=local", "train.rounds=1", "run.engine=loop")
-    assert run.clients["theta"].nbytes == whole
-    assert run.clients["theta"].device == expected
-    forced = Run("method.name=local", "train.rounds=1", "run.engine=loop", "run.state=device")
-    assert forced.clients["theta"].device == DEVICE
-
-
 STOPPED_CASES = {
     "fedphp": ["method.name=fedphp"],
     "heurpfedla-topk": ["method.name=heurpfedla", "comm.codec=topk"],
@@ -302,13 +276,12 @@ STOPPED_CASES = {
 
 
 @pytest.mark.usefixtures("workers_there")
-@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("case", STOPPED_CASES)
 def test_a_run_that_is_resumed_there_has_the_bits_of_a_run_here(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, engine: str
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
     """The run keeps its state on the host before it is stopped, and on the device when it goes on."""
-    keys = [*settings, *STOPPED_CASES[case], f"run.engine={engine}", "model.batchnorm=false"]
+    keys = [*settings, *STOPPED_CASES[case], "run.engine=batched", "model.batchnorm=false"]
     with monkeypatch.context() as on_cpu:
         on_cpu.setattr(Communicator, "device", lambda *_: CPU)
         assert run_here(tmp_path / "here", keys) == FINISHED
@@ -341,7 +314,8 @@ def place_of(sizes: list[int], **keys: float) -> tuple[WorkerContext, Tensor, Te
 
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [13, 8, 3]])
-def test_the_order_of_a_local_round_is_its_only_transfer(marked: Marked, sizes: list[int]) -> None:
+def test_a_local_round_begins_and_ends_with_one_transfer(marked: Marked, sizes: list[int]) -> None:
+    """The order of samples goes to the device; losses and what says who has diverged come back together."""
     place, theta, buffers = place_of(sizes)
     clients = ClientGroup(place, range(3), 0)
     clients.buffers = buffers
@@ -351,14 +325,7 @@ def test_the_order_of_a_local_round_is_its_only_transfer(marked: Marked, sizes: 
     assert marked.waits.total() == 0
     assert trained.steps.device == CPU
     assert trained.theta.device == clients.loss_sum.device == DEVICE
-
-
-def test_the_end_of_a_local_round_is_one_transfer(marked: Marked) -> None:
-    """Losses and what says whether a client has diverged go to the host together."""
-    place, theta, buffers = place_of([8, 8, 8])
-    clients = ClientGroup(place, range(3), 0)
-    clients.buffers = buffers
-    up = Message(per_client={"theta": clients.sgd(theta).theta, BUFFERS: clients.buffers})
+    up = Message(per_client={"theta": trained.theta, BUFFERS: clients.buffers})
     marked.transfers.clear()
     figures = losses_and_extremes(clients, up).cpu()
     assert diverged_members(clients, up, figures) == {}

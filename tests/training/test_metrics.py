@@ -54,14 +54,6 @@ def test_they_are_scikit_learn_s(case: str) -> None:
     assert found["calibration_error"] == pytest.approx(shares @ np.abs(of_bins - confidence))
 
 
-@pytest.mark.parametrize("digits", [16, 2])
-def test_the_area_is_that_of_one_versus_rest_where_scikit_learn_defines_it(digits: int) -> None:
-    probabilities, y = drawn(range(5), 60, 5, digits)
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    expected = metrics.roc_auc_score(y, probabilities, multi_class="ovr")
-    assert metrics_of(probabilities, y)[CLIENT_METRICS.index("auc")] == pytest.approx(expected)
-
-
 def test_a_calibration_error_by_hand() -> None:
     # in bins of 1/15: 0.8 and 0.79 share (0.733, 0.8], one of the two is right; 0.9 is right, 0.6 is wrong
     probabilities = np.array([[0.8, 0.2], [0.79, 0.21], [0.1, 0.9], [0.6, 0.4]])

@@ -37,7 +37,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def settings(**keys: float) -> TrainConfig:
+def settings(**keys: object) -> TrainConfig:
     return TrainConfig.model_validate({"batch_size": 4, "local_epochs": 3, "lr": 0.1} | keys)
 
 
@@ -146,24 +146,6 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
         assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
 
 
-def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> None:
-    place = make_place(make_network(), SIZES, settings())
-
-    def order(ids: list[int], round: int, purpose: str) -> Tensor:
-        clients = ClientGroup(place, ids, round)
-        found = []
-        for batch in clients.batches(purpose, epochs=1):
-            rows = list(range(len(ids))) if isinstance(batch.members, slice) else batch.members.tolist()
-            if ids.index(0) in rows:
-                found.append(batch.index[rows.index(ids.index(0))])
-        return torch.cat(found)
-
-    alone = order([0], 0, "batches")
-    assert torch.equal(order([0, 1, 2, 3, 4], 0, "batches"), alone)
-    assert not torch.equal(order([0], 1, "batches"), alone)
-    assert not torch.equal(order([0], 0, "finetune"), alone)
-
-
 def rows_of(batch: Batch) -> list[int]:
     """Return which of five clients a batch is for."""
     return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
@@ -216,10 +198,7 @@ def test_batches_go_through_given_samples_only() -> None:
     ("share", "fewest", "sizes"),
     [
         (0.5, (1, 1), [7, 6, 4, 2, 1]),
-        (0.8, (1, 1), [10, 9, 6, 2, 1]),
-        (0.99, (1, 1), [12, 10, 7, 2, 1]),
         (0.99, (1, 2), [11, 9, 6, 1, 1]),
-        (0.01, (1, 1), [1] * 5),
         (0.01, (2, 0), [2, 2, 2, 2, 2]),
         (1.0, (1, 0), list(SIZES)),
     ],
@@ -248,11 +227,7 @@ def test_a_table_of_samples_is_picked_from_by_client_and_sample() -> None:
     table = torch.arange(3 * 13 * 2).view(3, 13, 2)
     index = torch.tensor([[12, 0, 5], [3, 3, 1]])
     some = Batch(torch.tensor([2, 0]), torch.empty(2, 3), torch.empty(2, 3), index)
-    expected = [
-        [table[client, sample].tolist() for sample in row]
-        for client, row in zip([2, 0], index.tolist(), strict=True)
-    ]
-    assert some.pick(table).tolist() == expected
+    assert torch.equal(some.pick(table), torch.stack([table[2, index[0]], table[0, index[1]]]))
     everyone = Batch(slice(None), torch.empty(2, 3), torch.empty(2, 3), index)
     assert everyone.pick(table[:2, :, 0]).tolist() == [[24, 0, 10], [32, 32, 28]]
 
@@ -307,11 +282,23 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
 # The engines agree
 
 
-@pytest.mark.parametrize("batchnorm", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, momentum: float) -> None:
+ALL_AT_ONCE = {
+    "optimiser": "adamw",
+    "epsilon": 1e-3,
+    "clip": 0.5,
+    "warmup_rounds": 2,
+    "label_smoothing": 0.1,
+    "augment": ["crop", "flip"],
+}
+"""Local training beyond SGD; its numbers are compared with torch's in the tests of methods."""
+
+
+@pytest.mark.parametrize(
+    ("batchnorm", "keys"), [(False, {"momentum": 0.9}), (True, {"momentum": 0.9}), (True, ALL_AT_ONCE)]
+)
+def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, keys: dict[str, object]) -> None:
     network = make_network(batchnorm=batchnorm).double()
-    train = settings(momentum=momentum, weight_decay=0.01)
+    train = settings(weight_decay=0.01, **keys)
     theta, buffers = spread(network, 5)
     loop = one_by_one(make_place(network, SIZES, train), theta, buffers)
     together = everyone(make_place(network, SIZES, train, clients_at_once=5), buffers=buffers)
@@ -324,13 +311,12 @@ def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, momentum:
     assert batched.steps.tolist() == loop[2].tolist() == [12, 9, 6, 3, 3]
 
 
-# smaller images or batches make BatchNorm divide by next to nothing, and rounding grows in every layer
-@pytest.mark.parametrize(("name", "side"), [("resnet18", 8), ("mobilenetv2", 32)])
-def test_engines_agree_in_float64_on_torchvisions_networks(name: str, side: int) -> None:
-    network = make_network(name, side=side).double()
+def test_engines_agree_in_float64_on_a_network_of_torchvision() -> None:
+    # smaller images or batches make BatchNorm divide by next to nothing, and rounding grows in every layer
+    network = make_network("mobilenetv2", side=32).double()
     theta, buffers = spread(network, 2)
     train = settings(local_epochs=1, batch_size=8, lr=1e-3)
-    loop, batched = (make_place(network, (16, 8), train, clients_at_once=c, side=side) for c in (None, 2))
+    loop, batched = (make_place(network, (16, 8), train, clients_at_once=c, side=32) for c in (None, 2))
     alone = one_by_one(loop, theta, buffers)
     together = everyone(batched, buffers=buffers)
     trained = together.sgd(theta)
@@ -357,14 +343,10 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
         return tensors["theta"], tensors["scale"], clients.buffers
 
     loop = make_place(network, SIZES, settings())
-    alone = [train(loop, [client]) for client in loop.clients]
+    ends = [train(loop, [client]) for client in loop.clients]
+    alone = tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
     together = train(make_place(network, SIZES, settings(), clients_at_once=5), [0, 1, 2, 3, 4])
-    for name, ours, parts in zip(
-        ("theta", "scale", "buffers"), together, zip(*alone, strict=True), strict=True
-    ):
-        torch.testing.assert_close(
-            ours, torch.cat(parts), rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-9)
     assert (together[1] - torch.linspace(0.5, 1.5, 5)).abs().min() > 0.1
 
 
@@ -387,7 +369,7 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
 # The loop engine is a bare torch loop
 
 
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.01)])
 @pytest.mark.parametrize("batchnorm", [False, True])
 @pytest.mark.usefixtures("double")
 def test_loop_engine_is_a_module_trained_by_torchs_sgd(
@@ -462,22 +444,14 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
     theta, _ = spread(network, 1)
     buffers = torch.rand(1, layout.buffer_size) + 0.5
     twin = copy.deepcopy(network).eval()
-    with torch.no_grad():
-        for name, view in (layout.views(theta[0]) | layout.buffer_views(buffers[0])).items():
-            twin.get_parameter(name).copy_(view) if "running" not in name else twin.get_buffer(name).copy_(
-                view
-            )
-        x = torch.randn(1100, 1, 8, 8)
-        expected = twin(x).softmax(dim=1)
-    kept = buffers.clone()
-    torch.testing.assert_close(
-        engine.outputs(theta[0], buffers[0], class_probabilities, x), expected, rtol=1e-5, atol=1e-6
-    )
+    twin.load_state_dict(layout.views(theta[0]) | layout.buffer_views(buffers[0]), strict=False)
+    x, kept = torch.randn(1100, 1, 8, 8), buffers.clone()
+    found = engine.outputs(theta[0], buffers[0], class_probabilities, x)
+    torch.testing.assert_close(found, twin(x).softmax(dim=1).detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(buffers, kept)
     # training mode is back
-    batch = Batch(
-        slice(None), x[:6].unsqueeze(0), torch.zeros(1, 6, dtype=torch.int64), torch.arange(6).view(1, 6)
-    )
+    y = torch.zeros(1, 6, dtype=torch.int64)
+    batch = Batch(slice(None), x[:6].unsqueeze(0), y, torch.arange(6).view(1, 6))
     engine.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
     assert not torch.equal(buffers, kept)
 
@@ -506,16 +480,11 @@ def test_an_extra_gradient_is_added_to_the_losss() -> None:
     theta, _ = spread(network, 2)
     plain = everyone(place, buffers=torch.empty(2, 0)).sgd(theta).theta
     pull = torch.tensor([[1.0], [2.0]]).expand_as(theta)
-    pulled = (
-        everyone(place, buffers=torch.empty(2, 0)).sgd(theta, extra_gradient=lambda _, rows: pull[rows]).theta
-    )
+    clients = everyone(place, buffers=torch.empty(2, 0))
+    pulled = clients.sgd(theta, extra_gradient=lambda _, rows: pull[rows]).theta
     torch.testing.assert_close(plain - pulled, 0.1 * pull, rtol=0, atol=1e-6)
-
-
-def test_an_extra_gradient_sees_the_current_weights_of_the_rows_it_is_for() -> None:
-    network = make_network()
+    # it sees the current weights of the rows it is for
     place = make_place(network, [7, 4], settings(local_epochs=1), clients_at_once=2)
-    theta, _ = spread(network, 2)
     seen: list[tuple[Tensor, slice | Tensor]] = []
 
     def observe(weights: Tensor, rows: slice | Tensor) -> Tensor:
@@ -564,6 +533,7 @@ def test_writes_to_state_stay_with_the_group_until_commit() -> None:
     clients = ClientGroup(place, [1, 3], 0)
     assert "theta" in clients
     assert "other" not in clients
+    ClientGroup(place, [0, 1, 2, 3], 0)["theta"].fill_(5.0)
     clients["theta"] = torch.ones(2, 2)
     clients["seen"] += 1
     assert clients["theta"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
@@ -571,11 +541,3 @@ def test_writes_to_state_stay_with_the_group_until_commit() -> None:
     clients.commit()
     assert state["theta"].tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     assert state["seen"].tolist() == [0, 1, 0, 1]
-
-
-def test_changing_a_row_in_place_without_commit_changes_nothing() -> None:
-    state = {"theta": torch.zeros(3, 2)}
-    place = make_place(make_network(), [2, 2, 2], settings(), state=state)
-    ClientGroup(place, [0, 1, 2], 0)["theta"].fill_(5.0)
-    ClientGroup(place, [1], 0)["theta"][0, 0] = 5.0
-    assert state["theta"].count_nonzero() == 0
