@@ -59,7 +59,6 @@ def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffer
 @pytest.mark.parametrize(
     "keys",
     [
-        (),
         ("method.tau=0.2", "method.mu=0.5", "train.local_epochs=2"),
         ("method.mu=0", "model.batchnorm=false", ONE_A_ROUND),
     ],
@@ -107,16 +106,15 @@ def test_measuring_does_not_touch_training() -> None:
     assert (one.per_client["sensitivity"] > 0).double().mean() > 0.5
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.3])
 @pytest.mark.usefixtures("double")
-def test_of_one_client_a_round_it_is_fedavg_with_steps_of_tau(tau: float) -> None:
+def test_of_one_client_a_round_it_is_fedavg_with_steps_of_tau() -> None:
     keys = (*MLP, *SOME[:-1], ONE_A_ROUND, "train.rounds=1")
-    ours, fedavg = Run(ELASTIC, *keys, f"method.tau={tau}"), Run(*keys, "method.name=fedavg")
+    ours, fedavg = Run(ELASTIC, *keys, "method.tau=0.3"), Run(*keys, "method.name=fedavg")
     start = ours.method.context.initial_parameters()
     assert (fedavg.server["theta"] - start).abs().max() > 1e-3
     (client,) = ours.simulation.cohort(0).clients
     matters = sensitivity_by_hand(ours, client, 0, start, torch.zeros(0)) > 0
-    step = tau * (fedavg.server["theta"] - start)
+    step = 0.3 * (fedavg.server["theta"] - start)
     assert_close(ours.server["theta"][matters], (start + step)[matters], atol=1e-12)
     assert matters.double().mean() > 0.5
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from by_hand import (
@@ -11,10 +9,8 @@ from by_hand import (
     SOME,
     adapted_by_head_alone,
     batches_of,
-    give_one_class_each,
     mean_by_samples,
     torchs_optimiser,
-    work,
 )
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
@@ -124,21 +120,9 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
 
 
-def test_the_distance_does_not_grow_with_the_mini_batch() -> None:
-    losses = []
-    for size in (4, 28):
-        run = Run(GPFL, "method.magnitude=100", "train.lr=1e-9", f"train.batch_size={size}", "train.rounds=1")
-        _, clients = work(run, 0)
-        losses.append(float(clients.loss_sum / clients.steps))
-    # embeddings of 64 numbers from N(0, 1) have a length of 8
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert 0.8 < losses[1] / 100 / math.sqrt(FEATURES) < 1.6
-
-
 def test_embeddings_are_drawn_by_the_seed_and_the_body_starts_as_the_models() -> None:
-    one, same, other = (Run(GPFL, "train.rounds=1", f"run.seed={seed}") for seed in (1, 1, 2))
+    one, other = (Run(GPFL, "train.rounds=1", f"run.seed={seed}") for seed in (1, 2))
     first = one.driver.initial_server()["theta"]
-    assert torch.equal(first, same.driver.initial_server()["theta"])
     place = slice(one.method.context.layout.body.stop, one.method.context.layout.body.stop + 640)
     assert not torch.equal(first[place], other.driver.initial_server()["theta"][place])
     assert 0.9 < first[place].std() < 1.1
@@ -147,30 +131,11 @@ def test_embeddings_are_drawn_by_the_seed_and_the_body_starts_as_the_models() ->
     assert torch.equal(first[-HEAD:], plain[-HEAD:])
 
 
-def test_heads_stay_and_all_else_travels() -> None:
-    run = Run(GPFL, "train.participation=0.5", "train.rounds=1")
-    sampled = run.simulation.cohort(0).clients
-    shared = 4 * (run.method.layout.size - HEAD)
-    assert run.bytes_by_client.tolist() == [[shared] * 2 if n in sampled else [0, 0] for n in range(4)]
-    start = run.driver.initial_server()["theta"][-HEAD:]
-    moved = (run.clients["head"] != start).any(dim=1)
-    assert moved.tolist() == [client in sampled for client in range(4)]
-
-
-def test_one_class_alone_and_classes_that_nobody_holds_keep_all_finite() -> None:
-    run = Run(GPFL, "train.rounds=2")
-    give_one_class_each(run)
-    up, clients = work(run, 0, 2)
-    assert up["theta"].isfinite().all()
-    assert clients["head"].isfinite().all()
-
-
-@pytest.mark.parametrize("keys", [(), ("model.batchnorm=true",)])
-def test_unseen_clients_learn_their_head_alone(keys: tuple[str, ...]) -> None:
-    run = Run(*UNEQUAL_FEW, GPFL, "data.clients=5", "data.unseen_clients=0.4", "train.unseen_epochs=3", *keys)
+def test_unseen_clients_learn_their_head_alone() -> None:
+    keys = ("data.clients=5", "data.unseen_clients=0.4", "train.unseen_epochs=3", "model.batchnorm=true")
+    run = Run(*UNEQUAL_FEW, GPFL, *keys)
     models = adapted_by_head_alone(run, HEAD)
     assert len(models["theta"]) == 2
-    assert ("buffers" in run.server) == bool(keys)
     for client in range(2):
         _, y = run.unseen.shard.samples("train", client)
         torch.testing.assert_close(models["shares"][client], y.bincount(minlength=10) / len(y))

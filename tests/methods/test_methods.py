@@ -41,8 +41,10 @@ from by_hand import (
     adapted_gaussians,
     batches_of,
     discriminant_head,
+    give_one_class_each,
     network_with,
     train_by_torch,
+    work,
 )
 from harness import SMALL, Run
 from torch import Tensor, nn
@@ -522,6 +524,15 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
 def assert_same_model(one: Message, other: Message) -> None:
     assert set(one.names) == set(other.names)
     assert all(torch.equal(one[name], other[name]) for name in other.names)
+
+
+@pytest.mark.parametrize("method", ["gpfl", "fedcp", "feddbe"])
+def test_one_class_alone_and_classes_that_nobody_holds_keep_all_finite(method: str) -> None:
+    run = Run(f"method.name={method}", "train.rounds=2")
+    give_one_class_each(run)
+    up, clients = work(run, 0, 2)
+    assert up["theta"].isfinite().all()
+    assert all(clients[name].isfinite().all() for name in run.clients)
 
 
 # Methods of others, written without care
