@@ -197,13 +197,6 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     assert torch.equal(MethodAdapter(method).download(server, cohort)["theta"], models[[0, 2, 3]])
 
 
-def test_sigma_suits_the_weights_by_default() -> None:
-    models = random(4, 50)
-    for weights, sigma in (("distance", 1.0), ("cosine", 25.0)):
-        default, chosen = method_of(FedAMP, weights=weights), method_of(FedAMP, weights=weights, sigma=sigma)
-        assert torch.equal(default.attention(models, range(4), ALL), chosen.attention(models, range(4), ALL))
-
-
 def test_a_lone_client_of_fedamp_trains_alone() -> None:
     local = Run("method.name=local", *ALONE).evaluated()["theta"]
     for weights in ("distance", "cosine"):

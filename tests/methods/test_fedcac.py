@@ -176,16 +176,6 @@ def test_alone_it_is_local_to_the_bit() -> None:
     assert torch.equal(run.server["models"], local.clients["theta"])
 
 
-def test_after_round_beta_clients_keep_their_critical_numbers() -> None:
-    run = Run(FEDCAC, *MLP, *UNEQUAL_FEW, "method.beta=2.5")
-    everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
-    u, size = run.driver.download(run.server, everyone)["theta"], run.method.layout.size
-    critical = unpacked(run.server["critical"])[:, :size]
-    assert torch.equal(u[critical], run.clients["theta"][critical])
-    assert 0.4 < critical.double().mean() < 0.6
-    assert len(u[~critical].unique()) <= size
-
-
 @pytest.mark.parametrize("clients", [(0, 2), (1, 3)])
 def test_who_has_uploaded_nothing_or_nan_has_no_part_and_starts_from_the_mean(
     clients: tuple[int, int],

@@ -12,7 +12,7 @@ import h5py
 import pytest
 import torch
 from bits import logits_by_network, raw_tests, run_here
-from by_hand import paths_by_hand
+from by_hand import paths_by_hand, torchs_optimiser
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -87,13 +87,8 @@ def open_paths(bits: Tensor, count: int) -> list[int]:
 
 def active_names(method: FedMN, decision: Sequence[int]) -> list[str]:
     """Return the encoders and the blocks that get an input under a decision."""
-    sizes, entries = method.params.architecture, iter(decision)
-    names, reached = [f"encoder{k + 1}" for k in range(sizes[0])], [True] * sizes[0]
-    for layer, (before, size) in enumerate(itertools.pairwise(sizes), start=2):
-        matrix = [[next(entries) for _ in range(size)] for _ in range(before)]
-        reached = [any(reached[k] and matrix[k][j] for k in range(before)) for j in range(size)]
-        names += [f"block{layer}_{j + 1}" for j in range(size) if reached[j]]
-    return names
+    names = [f"encoder{k + 1}" for k in range(method.params.architecture[0])]
+    return names + paths_by_hand(method.network, torch.zeros(2, 1, 8, 8), decision)[1]
 
 
 def upload(run: Run, client: int, round: int = 0) -> Tensor:
@@ -114,15 +109,13 @@ def upload(run: Run, client: int, round: int = 0) -> Tensor:
 
 def fedavg_by_hand(run: Run, model: nn.Module, rounds: int) -> nn.Module:
     """Train a plain network by FedAvg with torch's SGD on the run's mini-batches."""
-    train, samples = run.config.train, run.method.context.num_samples
+    samples = run.method.context.num_samples
     for round in range(rounds):
         cohort = run.simulation.cohort(round)
         mean: dict[str, Tensor] = {}
         for client, count in zip(cohort.clients, cohort.num_samples.tolist(), strict=True):
             local = copy.deepcopy(model).train()
-            optimiser = torch.optim.SGD(
-                local.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
-            )
+            optimiser = torchs_optimiser(run, list(local.parameters()), round)
             for batch in ClientGroup(run.workplace, [client], round).batches():
                 optimiser.zero_grad()
                 cross_entropy(local(batch.x[0]), batch.y[0]).backward()

@@ -148,16 +148,6 @@ def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tup
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
-@pytest.mark.parametrize(("participation", "way"), [("1", 2.0), ("0.5", 1.5)])
-@pytest.mark.usefixtures("double")
-def test_feddyns_first_round_is_fedproxs_and_further(participation: str, way: float) -> None:
-    keys = (*MLP, "train.rounds=1", f"train.participation={participation}")
-    fedprox = Run(*keys, "method.name=fedprox", "method.mu=0.4")
-    run = Run(*keys, "method.name=feddyn", "method.alpha=0.4")
-    start = run.method.context.initial_parameters()
-    assert_close(run.server["theta"], start + way * (fedprox.server["theta"] - start), atol=1e-12)
-
-
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
 @pytest.mark.parametrize("sampled", [(0, 1), None], ids=["both", "by turns"])
 def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
