@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from by_hand import method_of
-from harness import UNEQUAL_FEW, Run
+from harness import Run
 from torch import Tensor
 from uploads import GivenUpload
 
@@ -40,20 +40,6 @@ def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
     method.aggregate(server, cohort, GivenUpload(iter(blocks)))
     # (10 * 1 + 20 * 2 + 10 * 8) / 40
     assert torch.equal(server["theta"], torch.full((layout.size,), 3.25))
-
-
-def test_a_round_of_fedavg_is_the_mean_of_what_clients_trained() -> None:
-    run = Run("method.name=fedavg", "train.rounds=1", *UNEQUAL_FEW, "model.batchnorm=true")
-    context, clients = run.method.context, range(4)
-    samples = context.num_samples
-    assert len(set(samples.tolist())) > 1
-    models, statistics = trained_from(
-        run, context.initial_parameters(clients), run.method.initial_buffers(clients)
-    )
-    weights = (samples / samples.sum()).unsqueeze(1)
-    for name, rows in (("theta", models), ("buffers", statistics)):
-        torch.testing.assert_close(run.server[name], (weights * rows).sum(dim=0), rtol=1e-5, atol=1e-6)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
