@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch, work
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch
 from harness import Run
 from torch import Tensor
 from uploads import GivenUpload
@@ -91,32 +91,6 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
             matters[slot.start : slot.stop] = False
     assert_close(run.server["theta"][matters], theta[matters])
     assert matters.double().mean() > 0.99
-
-
-def test_measuring_does_not_touch_training() -> None:
-    """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
-    keys = (*SOME, *SLIPPERY, "train.rounds=1")
-    ours, fedavg = (Run(*keys, f"method.name={name}") for name in ("elastic", "fedavg"))
-    for run in (ours, fedavg):
-        run.server |= {name: fedavg.server[name].clone() for name in ("theta", "buffers")}
-    (one, _), (other, _) = (work(run, 0, 1) for run in (ours, fedavg))
-    for name in ("theta", "buffers"):
-        assert torch.equal(one.per_client[name], other.per_client[name])
-    assert (one.per_client["sensitivity"] >= 0).all()
-    assert (one.per_client["sensitivity"] > 0).double().mean() > 0.5
-
-
-@pytest.mark.usefixtures("double")
-def test_of_one_client_a_round_it_is_fedavg_with_steps_of_tau() -> None:
-    keys = (*MLP, *SOME[:-1], ONE_A_ROUND, "train.rounds=1")
-    ours, fedavg = Run(ELASTIC, *keys, "method.tau=0.3"), Run(*keys, "method.name=fedavg")
-    start = ours.method.context.initial_parameters()
-    assert (fedavg.server["theta"] - start).abs().max() > 1e-3
-    (client,) = ours.simulation.cohort(0).clients
-    matters = sensitivity_by_hand(ours, client, 0, start, torch.zeros(0)) > 0
-    step = 0.3 * (fedavg.server["theta"] - start)
-    assert_close(ours.server["theta"][matters], (start + step)[matters], atol=1e-12)
-    assert matters.double().mean() > 0.5
 
 
 @pytest.mark.usefixtures("double")

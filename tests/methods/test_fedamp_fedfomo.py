@@ -79,13 +79,9 @@ def test_cosine_weights_worked_out(self_weight: float | None, own: float) -> Non
 
 
 @pytest.mark.parametrize("keys", [{}, {"scale": "none", "sigma": 0.1}, {"weights": "cosine"}])
-def test_equal_models_have_equal_shares_and_others_shares_that_sum_to_one(keys: dict[str, Any]) -> None:
-    method = method_of(FedAMP, **keys)
-    found = method.attention(random(4, 50), (1, 3), ALL)
-    assert_close(found.sum(dim=1), torch.ones(2), atol=1e-6)
-    assert found.min() >= 0
-    equal = method.attention(random(1, 50).expand(4, -1), (1, 3), ALL)
-    assert_close(equal, torch.full((2, 4), 0.25), atol=1e-6)
+def test_equal_models_have_equal_shares(keys: dict[str, Any]) -> None:
+    found = method_of(FedAMP, **keys).attention(random(1, 50).expand(4, -1), (1, 3), ALL)
+    assert_close(found, torch.full((2, 4), 0.25), atol=1e-6)
 
 
 def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
@@ -224,12 +220,10 @@ class LocalOnTheRest(Local):
         return Message()
 
 
-@pytest.mark.parametrize(
-    "common", [SOME, ("model.batchnorm=true", "train.momentum=0.9", "train.weight_decay=0.01")]
-)
-def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out(common: tuple[str, ...]) -> None:
-    run = Run(FEDFOMO, *common, "method.models=0")
-    local = Run("method.name=local", *common, kind=LocalOnTheRest)
+def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out() -> None:
+    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5", "train.momentum=0.9")
+    run = Run(FEDFOMO, *keys, "method.models=0")
+    local = Run("method.name=local", *keys, kind=LocalOnTheRest)
     torch.testing.assert_close(run.evaluated(), local.evaluated(), rtol=0, atol=0)
     assert run.bytes_by_client[:, 0].sum() == 0
 

@@ -12,7 +12,6 @@ from by_hand import (
     network_with,
     torchs_optimiser,
     train_by_torch,
-    work,
 )
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
@@ -109,20 +108,6 @@ def test_its_first_round_is_fedavgs_to_the_bit() -> None:
     assert torch.equal(run.evaluated()["theta"], fedavg.evaluated()["theta"])
     assert not run.clients["offset"].any()
     assert run.server["has_consensus"] == 1
-
-
-def test_a_strong_pull_brings_mean_features_together() -> None:
-    def spread(run: Run) -> float:
-        means = []
-        for client in range(4):
-            theta = work(run, client, 3)[0]["theta"][0]
-            network = network_with(run, theta, torch.empty(0)).eval()
-            x, _ = run.workplace.shard.samples("train", client)
-            means.append(network.body(x).mean(dim=0).detach())
-        return float(torch.stack(means).var(dim=0).sum())
-
-    free, pulled = (Run(FEDDBE, f"method.kappa={kappa}", "train.local_epochs=3") for kappa in (0, 50))
-    assert spread(pulled) < 0.5 * spread(free)
 
 
 @pytest.mark.usefixtures("double")

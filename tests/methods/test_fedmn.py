@@ -383,23 +383,6 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
     assert len({tuple(row.tolist()) for _, bits in run.method.asked for row in bits}) > 3
 
 
-def test_test_labels_are_never_used_for_routing() -> None:
-    run = Run(*NARROW, "train.rounds=1")
-    shard, cohort = run.workplace.shard, run.simulation.cohort(0)
-    channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
-
-    def logits_and_decisions() -> tuple[Tensor, Tensor]:
-        return run.method.logits(ClientGroup(run.workplace, [0], 1), down), run.evaluated()["decision"]
-
-    before, first_test = logits_and_decisions(), int(shard.offset["test"][0])
-    shard.y[first_test:] = (shard.y[first_test:] + 1) % 10
-    shard.x[first_test:] = 0
-    torch.testing.assert_close(logits_and_decisions(), before, rtol=0, atol=0)
-    shard.y[:first_test] = (shard.y[:first_test] + 1) % 10
-    assert not torch.equal(logits_and_decisions()[0], before[0])
-
-
 def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decisions() -> None:
     keys = (*NARROW, "train.rounds=1", "train.participation=0.5")
     sampled, likely = (Run(*keys, f"method.scored_paths={paths}") for paths in ("sampled", "likely"))
