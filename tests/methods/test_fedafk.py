@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import batches_of, method_of, work
-from harness import UNEQUAL_FEW, Run, random
+from by_hand import batches_of, work
+from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -92,31 +91,6 @@ def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, s
     keys = (OURS, "method.coefficient_lr=0.3", f"method.coefficient_pull={pull}", "train.rounds=7")
     coefficient = Run(*keys, *MLP, kind=ConstantSlope).clients["coefficient"]
     torch.testing.assert_close(coefficient, torch.full((4,), settled), rtol=0, atol=1e-4)
-
-
-# The transfer term
-
-
-def test_the_transfer_term_is_not_negative_and_zero_for_equal_features() -> None:
-    method = method_of(FedAFK, temperature=0.7)
-    for seed in range(5):
-        teacher, features = 3 * random(2, 8, 16, seed=seed).relu()
-        assert method.transfer_loss(teacher, features) > 0
-        assert method.transfer_loss(teacher, teacher) == pytest.approx(0, abs=1e-6)
-        # softmax does not see a shift
-        assert method.transfer_loss(teacher, teacher + 1) == pytest.approx(0, abs=1e-6)
-
-
-def test_the_transfer_term_worked_out() -> None:
-    temperature = 2.0
-    method = method_of(FedAFK, temperature=temperature)
-    teacher = temperature * torch.tensor([[0.0, math.log(3)], [5.0, 5.0]])
-    # KL((1/4, 3/4) || (1/2, 1/2)), and 0 for the second sample
-    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
-    found = method.transfer_loss(teacher, torch.zeros(2, 2))
-    assert float(found) == pytest.approx(temperature**2 * divergence / 2, rel=1e-5)
-    other_way = method.transfer_loss(torch.zeros(2, 2), teacher)
-    assert float(other_way) == pytest.approx(temperature**2 * (math.log(2) - 0.5 * math.log(3)) / 2, rel=1e-5)
 
 
 # The round, one client at a time

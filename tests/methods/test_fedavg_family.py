@@ -1,31 +1,18 @@
-"""FedAvg, FedAvg with fine-tuning and local training."""
+"""FedAvg and local training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import method_of
+from by_hand import method_of, network_with, train_by_torch
 from harness import Run
-from torch import Tensor
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.client_group import ClientGroup
 
 STATISTICS = 32 + 64
-
-
-def trained_from(run: Run, theta: Tensor, buffers: Tensor, round: int = 0) -> tuple[Tensor, Tensor]:
-    """Train every client by itself from theta [N, P]; return models and running statistics."""
-    ends = []
-    for client in range(run.num_clients):
-        alone = ClientGroup(run.workplace, [client], round)
-        alone.buffers = buffers[client : client + 1].clone()
-        ends.append((alone.sgd(theta[client : client + 1]).theta, alone.buffers))
-    models, statistics = zip(*ends, strict=True)
-    return torch.cat(models), torch.cat(statistics)
 
 
 def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
@@ -58,15 +45,19 @@ def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
         Run("method.name=fedavg", "train.buffers=mixed")
 
 
+@pytest.mark.usefixtures("double")
 def test_local_clients_train_alone_when_sampled_and_send_nothing() -> None:
     run = Run("method.name=local", "model.batchnorm=true", "train.participation=0.5")
-    theta, buffers = run.method.context.initial_parameters(range(4)), run.method.initial_buffers(range(4))
+    start = zip(
+        run.method.context.initial_parameters(range(4)), run.method.initial_buffers(range(4)), strict=True
+    )
+    networks = [network_with(run, *model) for model in start]
     for number in range(3):
-        sampled = list(run.simulation.cohort(number).clients)
-        models, statistics = trained_from(run, theta, buffers, number)
-        theta[sampled], buffers[sampled] = models[sampled], statistics[sampled]
-    assert torch.equal(run.clients["theta"], theta)
-    assert torch.equal(run.clients["buffers"], buffers)
+        for client in run.simulation.cohort(number).clients:
+            train_by_torch(run, client, number, networks[client])
+    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
+    expected = {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+    torch.testing.assert_close(run.clients, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.evaluated(), expected, rtol=0, atol=1e-9)
     assert run.server == {}
     assert run.bytes_by_client.sum() == 0
-    torch.testing.assert_close(run.evaluated(), {"theta": theta, "buffers": buffers}, rtol=0, atol=0)
