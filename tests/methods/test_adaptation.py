@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from by_hand import batches_of, mean_by_samples, method_of
+from by_hand import batches_of, mean_by_samples, method_of, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
@@ -283,6 +283,7 @@ def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
     moved = (run.clients["theta"] != run.method.context.initial_parameters()).any(dim=1)
     assert moved.tolist() == [client in sampled for client in range(4)]
     run.workplace.state["theta"][sampled[0]] = run.server["theta"]
+    assert work(run, sampled[0], 1)[1]["stage"].tolist() == [1]
     hats = run.evaluated()["theta"]
     equal = (hats == run.server["theta"]).all(dim=1)
     assert equal.tolist() == [client != sampled[1] for client in range(4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch, work
 from harness import Run
 from torch import Tensor
 from uploads import GivenUpload
@@ -91,6 +91,18 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
             matters[slot.start : slot.stop] = False
     assert_close(run.server["theta"][matters], theta[matters])
     assert matters.double().mean() > 0.99
+
+
+def test_measuring_does_not_touch_training() -> None:
+    """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
+    sent = []
+    for name in ("elastic", "fedavg"):
+        run = Run(*SOME, *SLIPPERY, "train.rounds=1", f"method.name={name}")
+        start = {"theta": run.method.context.initial_parameters(), "buffers": run.method.initial_buffers()}
+        run.server |= start
+        sent.append(work(run, 0, 1)[0].per_client)
+    ours, fedavgs = sent
+    assert all(torch.equal(ours[name], rows) for name, rows in fedavgs.items())
 
 
 @pytest.mark.usefixtures("double")

@@ -369,17 +369,22 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
     run = Run(*NARROW, "train.participation=0.75", kind=Watched)
     starts = [run.method.server_state(), *run.method.after]
     assert len(run.method.asked) == 3
+    probabilities: dict[int, Tensor] = {}
     for round, (clients, bits) in enumerate(run.method.asked):
         network = network_with(run.method, starts[round]["theta"])
         for client, row in zip(clients, bits, strict=True):
             with torch.no_grad():
                 samples = run.workplace.shard.samples("train", client)
                 logits = network.get_submodule("router")(*samples).mean(dim=0)
+            probabilities[client] = logits.sigmoid()
             stream = torch_stream(0, "routing", round, client)
             uniform = torch.rand(10, generator=stream, dtype=torch.float64)
             drawn = (uniform.log() - (1 - uniform).log() + logits > 0).float()
             expected = network.opened(drawn, logits)
             assert open_paths(row, 10) == expected.int().tolist()
+    # of the training data alone
+    for client, row in probabilities.items():
+        torch.testing.assert_close(run.clients["probability"][client], row)
     assert len({tuple(row.tolist()) for _, bits in run.method.asked for row in bits}) > 3
 
 
