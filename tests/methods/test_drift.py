@@ -1,14 +1,23 @@
-"""FedProx, SCAFFOLD and MOON: FedAvg whose clients are kept from drifting apart."""
+"""FedProx, FedNTD, FedLC, SCAFFOLD and MOON: FedAvg whose clients are kept from drifting apart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_optimiser
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    method_of,
+    network_with,
+    torchs_optimiser,
+    work,
+)
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -18,7 +27,17 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.fedlc import FedLC
+from hpcfl.methods.fedntd import not_true
+from hpcfl.methods.moon import Moon
 from hpcfl.methods.scaffold import Scaffold
+from hpcfl.models import Network
+from hpcfl.training.losses import distillation_loss
+
+MLP = ("model.name=mlp", "model.hidden=[16]")
+
+Loss = Callable[[Network, Tensor, Tensor], Tensor]
+"""Function of a network and a mini-batch."""
 
 
 def assert_same_bits(ours: Run, theirs: Run) -> None:
@@ -26,63 +45,166 @@ def assert_same_bits(ours: Run, theirs: Run) -> None:
     assert len(set(ours.method.context.num_samples.tolist())) > 1
     for name, tensor in theirs.server.items():
         assert torch.equal(ours.server[name], tensor)
-    evaluated = ours.evaluated()
-    assert all(torch.equal(evaluated[name], tensor) for name, tensor in theirs.evaluated().items())
+    torch.testing.assert_close(ours.evaluated(), theirs.evaluated(), rtol=0, atol=0)
+
+
+def counts_of(run: Run) -> Tensor:
+    """Return how many training samples of each class each client has."""
+    labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
+    return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
 
 
 # Reductions to FedAvg
 
 
-@pytest.mark.parametrize("name", ["fedprox", "moon"])
 @pytest.mark.parametrize("keys", [SLIPPERY, ("train.buffers=local",)], ids=["average", "local"])
-def test_without_their_strength_fedprox_and_moon_are_fedavg_to_the_bit(
-    name: str, keys: tuple[str, ...]
-) -> None:
+def test_without_its_strength_each_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
     fedavg = Run(*SOME, *keys, "method.name=fedavg")
-    ours = Run(*SOME, *keys, f"method.name={name}", "method.mu=0")
-    assert_same_bits(ours, fedavg)
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-    other = Run(*SOME, *keys, f"method.name={name}", "method.mu=1")
-    assert not torch.equal(other.server["theta"], fedavg.server["theta"])
+    for name, strength in (("fedprox", "mu"), ("moon", "mu"), ("fedntd", "beta")):
+        assert_same_bits(Run(*SOME, *keys, f"method.name={name}", f"method.{strength}=0"), fedavg)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_scaffolds_first_round_is_fedavg_to_the_bit(rounds: int) -> None:
-    keys = (*SOME, "train.weight_decay=0.01", "train.lr_decay=0.9", f"train.rounds={rounds}")
-    fedavg, ours = (Run(*keys, f"method.name={name}") for name in ("fedavg", "scaffold"))
-    if rounds == 1:
-        assert_same_bits(ours, fedavg)
-    else:
-        assert (ours.server["theta"] - fedavg.server["theta"]).abs().max() > 1e-4
+def test_scaffolds_first_round_is_fedavg_to_the_bit() -> None:
+    keys = (*SOME, "train.weight_decay=0.01", "train.lr_decay=0.9", "train.rounds=1")
+    assert_same_bits(*(Run(*keys, f"method.name={name}") for name in ("scaffold", "fedavg")))
 
 
-# FedProx
+def test_without_margins_fedlc_is_fedavg_to_the_bit_where_clients_have_all_classes() -> None:
+    keys = (*MLP, "data.partition.name=iid", "data.per_client=100", "train.momentum=0.9")
+    ours = Run(*keys, "method.name=fedlc", "method.tau=0")
+    assert (counts_of(ours) > 0).all()
+    assert torch.equal(ours.server["theta"], Run(*keys, "method.name=fedavg").server["theta"])
 
 
+# FedAvg's rounds with another loss: FedProx, FedNTD and FedLC
+
+
+def plain(run: Run, client: int, received: Network) -> Loss:
+    return lambda network, x, y: cross_entropy(network(x), y)
+
+
+def with_penalty(run: Run, client: int, received: Network) -> Loss:
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        pairs = zip(network.parameters(), received.parameters(), strict=True)
+        distance = torch.stack([(p - w.detach()).square().sum() for p, w in pairs]).sum()
+        return cross_entropy(network(x), y) + 0.5 / 2 * distance
+
+    return loss
+
+
+def with_distillation(run: Run, client: int, received: Network) -> Loss:
+    params = run.config.method.options
+    received.eval()
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        logits = network(x)
+        others = torch.arange(10) != y.unsqueeze(1)
+        with torch.no_grad():
+            of_w = (received(x)[others].view(len(y), 9) / params.temperature).softmax(dim=1)
+        ours = (logits[others].view(len(y), 9) / params.temperature).softmax(dim=1)
+        divergence = (of_w * (of_w / ours).log()).sum(dim=1).mean()
+        return cross_entropy(logits, y) + params.beta * params.temperature**2 * divergence
+
+    return loss
+
+
+def with_margins(run: Run, client: int, received: Network) -> Loss:
+    counts, tau = counts_of(run)[client].tolist(), run.config.method.options.tau
+    held = [c for c in range(10) if counts[c]]
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        scores = {c: z - tau * counts[c] ** -0.25 for c, z in enumerate(network(x).unbind(1)) if c in held}
+        normaliser = torch.stack(list(scores.values())).exp().sum(dim=0).log()
+        own = torch.stack([scores[int(c)][number] for number, c in enumerate(y)])
+        return (normaliser - own).mean()
+
+    return loss
+
+
+FEDNTD = ("method.name=fedntd", "train.local_epochs=2")
+FEDLC = ("method.name=fedlc", "data.partition.beta=0.5")
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "keys"),
+    [
+        (plain, ("method.name=fedavg", *SLIPPERY)),
+        (with_penalty, ("method.name=fedprox", "method.mu=0.5", *SLIPPERY)),
+        (with_distillation, (*FEDNTD, *SLIPPERY)),
+        (with_distillation, (*FEDNTD, "method.beta=0.3", "method.temperature=3")),
+        (with_margins, (*FEDLC, *SLIPPERY)),
+        (with_margins, (*FEDLC, "method.tau=0")),
+    ],
+)
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedprox_equal_a_slow_twin_with_the_penalty_in_its_loss() -> None:
-    run = Run(*SOME, *SLIPPERY, "method.name=fedprox", "method.mu=0.5")
+def test_rounds_equal_a_slow_twin_with_its_loss(
+    loss_of: Callable[[Run, int, Network], Loss], keys: tuple[str, ...]
+) -> None:
+    run = Run(*SOME, *keys)
+    # FedLC knows clients without samples of a class
+    assert (counts_of(run) == 0).any() or loss_of is not with_margins
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     for number in range(3):
         clients = run.simulation.cohort(number).clients
-        models, statistics = [], []
+        ends = []
         for client in clients:
-            network = network_with(run, theta, buffers)
-            received = [p.detach().clone() for p in network.parameters()]
+            network, received = (network_with(run, theta, buffers) for _ in range(2))
+            loss = loss_of(run, client, received)
             optimiser = torchs_optimiser(run, list(network.parameters()), number)
             for x, y in batches_of(run, client, number):
                 network.zero_grad()
-                pairs = zip(network.parameters(), received, strict=True)
-                distance = torch.stack([(p - w).square().sum() for p, w in pairs]).sum()
-                (cross_entropy(network(x), y) + 0.5 / 2 * distance).backward()
+                loss(network, x, y).backward()
                 optimiser.step()
-            model, kept = run.method.layout.flatten(network)
-            models.append(model)
-            statistics.append(kept)
-        theta = mean_by_samples(run, clients, torch.stack(models))
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+            ends.append(run.method.layout.flatten(network))
+        theta, buffers = (
+            mean_by_samples(run, clients, torch.stack(rows)) for rows in zip(*ends, strict=True)
+        )
     torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
     torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_not_true_distillation_worked_out(temperature: float) -> None:
+    y = torch.tensor([0, 2])
+    z_w = temperature * torch.tensor([[5.0, 0.0, math.log(3)], [0.0, 0.0, -7.0]])
+    z = temperature * torch.tensor([[9.0, 1.0, 1.0], [2.0, 2.0, 30.0]])
+    assert torch.equal(not_true(z, y), temperature * torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+    # of the first sample, 1/4 and 3/4 against 1/2 and 1/2; both models agree on the second one
+    expected = temperature**2 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)) / 2
+    found = distillation_loss(not_true(z_w, y), not_true(z, y), temperature)
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+    # with two classes, one is left, of which there is nothing to know
+    assert distillation_loss(not_true(z_w[:, 1:], y // 2), not_true(z[:, 1:], y // 2), temperature) == 0
+
+
+@pytest.mark.quick
+def test_margins_worked_out() -> None:
+    counts = torch.tensor([[16.0, 81.0, 0.0, 1.0]])
+    torch.testing.assert_close(
+        method_of(FedLC, tau=3).margins(counts), torch.tensor([[1.5, 1.0, torch.inf, 3.0]])
+    )
+    assert method_of(FedLC, tau=0).margins(counts).tolist() == [[0.0, 0.0, torch.inf, 0.0]]
+
+
+def test_weights_of_a_class_that_nobody_of_the_round_has_stay() -> None:
+    run = Run(*MLP, "method.name=fedlc", "train.rounds=1", "train.participation=0.25")
+    (client,) = run.simulation.cohort(0).clients
+    absent = counts_of(run)[client] == 0
+    assert 0 < absent.sum() < 10
+    start = network_with(run, run.method.context.initial_parameters(), torch.empty(0)).head
+    end = network_with(run, run.server["theta"], torch.empty(0)).head
+    for before, after in zip(start.parameters(), end.parameters(), strict=True):
+        assert torch.equal((before == after).view(10, -1).all(dim=1), absent)
+
+
+def test_a_client_with_one_class_returns_fedlcs_model_as_it_came() -> None:
+    run = Run(*MLP, "method.name=fedlc", "train.rounds=1")
+    run.workplace.shard.samples("train", 2)[1].fill_(3)
+    down, (up, clients) = run.method.download(run.server, run.simulation.cohort(0)), work(run, 2)
+    assert torch.equal(up["theta"], down["theta"])
+    assert clients.loss_sum.item() == 0
 
 
 # SCAFFOLD
@@ -124,7 +246,7 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("method.weights=uniform",), ("method.global_lr=0.5", "train.weight_decay=0.01")]
+    "keys", [(), ("method.weights=uniform", "method.global_lr=0.5", "train.weight_decay=0.01")]
 )
 @pytest.mark.usefixtures("double")
 def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tuple[str, ...]) -> None:
@@ -178,7 +300,7 @@ def contrast_by_hand(z: Tensor, z_w: Tensor, z_p: Tensor, temperature: float) ->
 
 
 def test_moons_contrast_worked_out() -> None:
-    moon = Run("method.name=moon", "train.rounds=1").method
+    moon = method_of(Moon)
     assert moon.params.temperature == 0.5
     z, z_w, z_p = torch.tensor(
         [[[3.0, 4.0], [1.0, 0.0]], [[4.0, 3.0], [2.0, 0.0]], [[-4.0, 3.0], [-1.0, 0.0]]]
@@ -244,7 +366,7 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_moons_contrast_is_flat_where_both_models_agree_and_finite_for_dead_features() -> None:
-    moon = Run("method.name=moon", "train.rounds=1").method
+    moon = method_of(Moon)
     stream = torch.Generator().manual_seed(0)
     z, other = torch.randn(2, 6, 5, generator=stream)
     z.requires_grad_()

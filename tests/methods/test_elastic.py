@@ -59,7 +59,6 @@ def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffer
 @pytest.mark.parametrize(
     "keys",
     [
-        (),
         ("method.tau=0.2", "method.mu=0.5", "train.local_epochs=2"),
         ("method.mu=0", "model.batchnorm=false", ONE_A_ROUND),
     ],
@@ -96,29 +95,14 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 def test_measuring_does_not_touch_training() -> None:
     """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
-    keys = (*SOME, *SLIPPERY, "train.rounds=1")
-    ours, fedavg = (Run(*keys, f"method.name={name}") for name in ("elastic", "fedavg"))
-    for run in (ours, fedavg):
-        run.server |= {name: fedavg.server[name].clone() for name in ("theta", "buffers")}
-    (one, _), (other, _) = (work(run, 0, 1) for run in (ours, fedavg))
-    for name in ("theta", "buffers"):
-        assert torch.equal(one.per_client[name], other.per_client[name])
-    assert (one.per_client["sensitivity"] >= 0).all()
-    assert (one.per_client["sensitivity"] > 0).double().mean() > 0.5
-
-
-@pytest.mark.parametrize("tau", [1.0, 0.3])
-@pytest.mark.usefixtures("double")
-def test_of_one_client_a_round_it_is_fedavg_with_steps_of_tau(tau: float) -> None:
-    keys = (*MLP, *SOME[:-1], ONE_A_ROUND, "train.rounds=1")
-    ours, fedavg = Run(ELASTIC, *keys, f"method.tau={tau}"), Run(*keys, "method.name=fedavg")
-    start = ours.method.context.initial_parameters()
-    assert (fedavg.server["theta"] - start).abs().max() > 1e-3
-    (client,) = ours.simulation.cohort(0).clients
-    matters = sensitivity_by_hand(ours, client, 0, start, torch.zeros(0)) > 0
-    step = tau * (fedavg.server["theta"] - start)
-    assert_close(ours.server["theta"][matters], (start + step)[matters], atol=1e-12)
-    assert matters.double().mean() > 0.5
+    sent = []
+    for name in ("elastic", "fedavg"):
+        run = Run(*SOME, *SLIPPERY, "train.rounds=1", f"method.name={name}")
+        start = {"theta": run.method.context.initial_parameters(), "buffers": run.method.initial_buffers()}
+        run.server |= start
+        sent.append(work(run, 0, 1)[0].per_client)
+    ours, fedavgs = sent
+    assert all(torch.equal(ours[name], rows) for name, rows in fedavgs.items())
 
 
 @pytest.mark.usefixtures("double")

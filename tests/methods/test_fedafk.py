@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from by_hand import batches_of, work
-from harness import UNEQUAL_FEW, Run, random
+from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -22,89 +21,43 @@ from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK
 from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.samples import SampleType
-from hpcfl.training.client_group import ClientGroup
 
 OURS = "method.name=fedafk"
-BODY, HEAD, BATCHNORM = 13_056, 650, 96
-"""Trainable numbers of digits_cnn: conv1, conv2 and fc1; fc2; and both BatchNorm modules."""
-
-
-def cohort_of(run: Run, *clients: int) -> Cohort:
-    return Cohort(0, clients, run.method.context.num_samples[list(clients)])
+MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 def fixed_head(run: Run) -> Tensor:
     return run.method.context.initial_parameters([FIXED_HEAD], own=True)[0, run.method.layout.head]
 
 
-# The global extractor
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0"),
-        ("method.coefficient=0.3", "method.coefficient_lr=1", "method.transfer=2", *UNEQUAL_FEW),
-        ("method.mixing=false", "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5"),
-        ("method.schedule=sequential", "method.head_epochs=0"),
-    ],
-)
-@pytest.mark.usefixtures("double")
-def test_uploads_are_the_body_trained_against_the_fixed_head(keys: tuple[str, ...]) -> None:
-    """Equal FedBABU's training, whatever happens to the local models."""
-    run = Run(OURS, *keys)
-    layout = run.method.layout
-    theta = run.method.context.initial_parameters()
-    theta[layout.head] = fixed_head(run)
-    for number in range(3):
-        cohort = run.simulation.cohort(number)
-        ends = [
-            ClientGroup(run.workplace, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
-            for c in cohort.clients
-        ]
-        weights = cohort.num_samples / cohort.num_samples.sum()
-        theta = (torch.cat(ends) * weights.unsqueeze(1)).sum(dim=0)
-    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
-    assert (theta - run.method.context.initial_parameters())[layout.body].abs().max() > 1e-3
-
-
-def test_the_transfer_term_gives_the_global_extractor_no_gradient() -> None:
-    without, with_transfer = (Run(OURS, "train.rounds=2", f"method.transfer={factor}") for factor in (0, 5))
-    assert torch.equal(without.server["theta"], with_transfer.server["theta"])
-    assert (without.clients["theta"] - with_transfer.clients["theta"]).abs().max() > 1e-3
-
-
 # The fixed head
 
 
 def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None:
-    run = Run(OURS, "train.participation=0.5")
-    head = run.method.layout.head
-    h_0 = fixed_head(run)
-    assert h_0.shape == (HEAD,)
+    run = Run(OURS, *MLP, "train.participation=0.5")
+    head, h_0 = run.method.layout.head, fixed_head(run)
     assert torch.equal(run.driver.initial_server()["theta"][head], h_0)
     assert torch.equal(run.server["theta"][head], h_0)
     start = run.driver.initial_clients(range(4))["theta"][:, head]
     assert all((own - h_0).abs().mean() > 0.01 for own in (*start, *run.clients["theta"][:, head]))
-    longer = Run(OURS, "train.rounds=1", "data.clients=6")
-    assert torch.equal(longer.server["theta"][head], h_0)
-    other = Run(OURS, "train.rounds=1", "run.seed=1")
+    more = Run(OURS, *MLP, "train.rounds=1", "data.clients=6")
+    assert torch.equal(more.server["theta"][head], h_0)
+    other = Run(OURS, *MLP, "train.rounds=1", "run.seed=1")
     assert not torch.equal(other.server["theta"][head], h_0)
 
 
-def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
-    run = Run(OURS, "train.rounds=2")
-    assert run.bytes_by_client.tolist() == [[2 * 4 * BODY] * 2] * 4
+def test_the_fixed_head_never_travels() -> None:
+    run = Run(OURS, *MLP, "train.rounds=1")
     channel = Channel(Communicator(), run.method.layers, 4)
-    cohort = cohort_of(run, *range(4))
+    cohort = Cohort(0, tuple(range(4)), run.method.context.num_samples)
     arrived = channel.down(run.driver.download(run.server, cohort), cohort)
-    head = run.method.layout.head
+    head, body = run.method.layout.head, run.method.layout.body
     assert not arrived["theta"][:, head].any()
-    assert torch.equal(arrived["theta"][:, :BODY], run.server["theta"][:BODY].expand(4, -1))
+    assert torch.equal(arrived["theta"][:, body], run.server["theta"][body].expand(4, -1))
     # clients attach the head themselves, so the server's copy has no influence
     run.server["theta"][head] = torch.nan
     up, clients = work(run, 1)
-    assert up.per_client["theta"][:, :BODY].isfinite().all()
+    assert up.per_client["theta"][:, body].isfinite().all()
     assert clients["theta"].isfinite().all()
 
 
@@ -119,12 +72,11 @@ def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: in
 
 
 def test_without_mixing_the_coefficient_is_one_for_ever() -> None:
-    keys = (OURS, "method.coefficient_lr=10", "train.rounds=2")
-    run = Run(*keys, "method.mixing=false", "method.coefficient=0.2")
+    keys = (OURS, *MLP, "train.rounds=2")
+    run = Run(*keys, "method.coefficient_lr=10", "method.mixing=false", "method.coefficient=0.2")
     assert torch.equal(run.clients["coefficient"], torch.ones(4))
-    fixed = Run(*keys[:1], "method.coefficient=1", "method.coefficient_lr=0", "train.rounds=2")
+    fixed = Run(*keys, "method.coefficient=1", "method.coefficient_lr=0")
     assert torch.equal(run.clients["theta"], fixed.clients["theta"])
-    assert not torch.equal(Run(*keys).clients["coefficient"], torch.full((4,), 0.5))
 
 
 class ConstantSlope(FedAFK):
@@ -134,36 +86,11 @@ class ConstantSlope(FedAFK):
         return torch.full((len(gradient),), -0.3)
 
 
-@pytest.mark.parametrize(("pull", "settled"), [("0", 1.0), ("1", 0.8), ("2", 0.65)])
+@pytest.mark.parametrize(("pull", "settled"), [("0", 1.0), ("2", 0.65)])
 def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, settled: float) -> None:
     keys = (OURS, "method.coefficient_lr=0.3", f"method.coefficient_pull={pull}", "train.rounds=7")
-    coefficient = Run(*keys, "model.name=mlp", "model.hidden=[16]", kind=ConstantSlope).clients["coefficient"]
+    coefficient = Run(*keys, *MLP, kind=ConstantSlope).clients["coefficient"]
     torch.testing.assert_close(coefficient, torch.full((4,), settled), rtol=0, atol=1e-4)
-
-
-# The transfer term
-
-
-def test_the_transfer_term_is_not_negative_and_zero_for_equal_features() -> None:
-    method = Run(OURS, "train.rounds=1", "method.temperature=0.7").method
-    for seed in range(50):
-        teacher, features = 3 * random(2, 8, 16, seed=seed).relu()
-        assert method.transfer_loss(teacher, features) > 0
-        assert method.transfer_loss(teacher, teacher) == pytest.approx(0, abs=1e-6)
-        # softmax does not see a shift
-        assert method.transfer_loss(teacher, teacher + 1) == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_transfer_term_worked_out(temperature: float) -> None:
-    method = Run(OURS, "train.rounds=1", f"method.temperature={temperature}").method
-    teacher = temperature * torch.tensor([[0.0, math.log(3)], [5.0, 5.0]])
-    # KL((1/4, 3/4) || (1/2, 1/2)), and 0 for the second sample
-    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
-    found = method.transfer_loss(teacher, torch.zeros(2, 2))
-    assert float(found) == pytest.approx(temperature**2 * divergence / 2, rel=1e-5)
-    other_way = method.transfer_loss(torch.zeros(2, 2), teacher)
-    assert float(other_way) == pytest.approx(temperature**2 * (math.log(2) - 0.5 * math.log(3)) / 2, rel=1e-5)
 
 
 # The round, one client at a time
@@ -281,15 +208,15 @@ def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
 
 
-def test_each_schedule_takes_its_epochs_of_each_update() -> None:
-    steps, models = {}, {}
-    for schedule in ("interleaved", "sequential"):
-        run = Run(OURS, "train.rounds=1", "train.local_epochs=2", f"method.schedule={schedule}")
-        steps[schedule], models[schedule] = int(work(run, 0)[1].steps), run.clients["theta"]
-    # 28 samples in batches of 8; one epoch of the head
-    assert steps == {"interleaved": 2 * 4 + 4, "sequential": 3 * 2 * 4 + 4}
-    assert not torch.equal(models["interleaved"], models["sequential"])
-    run = Run(
-        OURS, "train.rounds=1", "method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"
-    )
-    assert int(work(run, 0)[1].steps) == 2 * 4
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ((), 2 * 4 + 4),
+        (("method.schedule=sequential",), 3 * 2 * 4 + 4),
+        (("method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"), 2 * 2 * 4),
+    ],
+)
+def test_each_schedule_takes_its_epochs_of_each_update(keys: tuple[str, ...], steps: int) -> None:
+    """28 samples in batches of 8, two local epochs, and one epoch of the head."""
+    run = Run(OURS, *MLP, "train.rounds=1", "train.local_epochs=2", *keys)
+    assert int(work(run, 0)[1].steps) == steps

@@ -1,68 +1,32 @@
-"""FedAvg, FedAvg with fine-tuning and local training."""
+"""FedAvg and local training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from by_hand import method_of, network_with, train_by_torch
 from harness import Run
-from torch import Tensor
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.training.client_group import ClientGroup
+from hpcfl.methods.fedavg import FedAvg
 
-UNEQUAL = (
-    "data.partition.name=dirichlet",
-    "data.per_client=null",
-    "data.subset_per_class=15",
-    "data.partition.min_samples=5",
-)
 STATISTICS = 32 + 64
 
 
-def trained_from(run: Run, theta: Tensor, buffers: Tensor, round: int = 0) -> tuple[Tensor, Tensor]:
-    """Train every client by itself from theta [N, P]; return models and running statistics."""
-    ends = []
-    for client in range(run.num_clients):
-        alone = ClientGroup(run.workplace, [client], round)
-        alone.buffers = buffers[client : client + 1].clone()
-        ends.append((alone.sgd(theta[client : client + 1]).theta, alone.buffers))
-    models, statistics = zip(*ends, strict=True)
-    return torch.cat(models), torch.cat(statistics)
-
-
 def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
-    run = Run("method.name=fedavg", "train.rounds=1")
-    layout = run.method.layout
+    method = method_of(FedAvg)
+    server, layout = method.server_state(), method.layout
     rows = torch.tensor([[1.0], [2.0], [8.0]]).expand(3, layout.size)
     blocks = [
         (slice(0, 2), Message(per_client={"theta": rows[:2]}, num_clients=2)),
         (slice(2, 3), Message(per_client={"theta": rows[2:]}, num_clients=1)),
     ]
     cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
-    run.method.aggregate(run.server, cohort, GivenUpload(iter(blocks)))
+    method.aggregate(server, cohort, GivenUpload(iter(blocks)))
     # (10 * 1 + 20 * 2 + 10 * 8) / 40
-    assert torch.equal(run.server["theta"], torch.full((layout.size,), 3.25))
-
-
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-def test_a_round_of_fedavg_is_the_mean_of_what_clients_trained(batchnorm: str) -> None:
-    run = Run("method.name=fedavg", "train.rounds=1", *UNEQUAL, f"model.batchnorm={batchnorm}")
-    samples = run.method.context.num_samples
-    assert len(set(samples.tolist())) > 1
-    clients = range(4)
-    start, statistics = (
-        run.method.context.initial_parameters(clients),
-        run.method.initial_buffers(clients),
-    )
-    models, statistics = trained_from(run, start, statistics)
-    weights = (samples / samples.sum()).unsqueeze(1)
-    torch.testing.assert_close(run.server["theta"], (weights * models).sum(dim=0), rtol=1e-5, atol=1e-6)
-    if batchnorm == "true":
-        expected = (weights * statistics).sum(dim=0)
-        torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+    assert torch.equal(server["theta"], torch.full((layout.size,), 3.25))
 
 
 def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
@@ -81,22 +45,19 @@ def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
         Run("method.name=fedavg", "train.buffers=mixed")
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_local_clients_train_alone_when_sampled_and_send_nothing(participation: float) -> None:
-    run = Run("method.name=local", "model.batchnorm=true", f"train.participation={participation}")
-    clients = range(4)
-    theta, buffers = (
-        run.method.context.initial_parameters(clients),
-        run.method.initial_buffers(clients),
+@pytest.mark.usefixtures("double")
+def test_local_clients_train_alone_when_sampled_and_send_nothing() -> None:
+    run = Run("method.name=local", "model.batchnorm=true", "train.participation=0.5")
+    start = zip(
+        run.method.context.initial_parameters(range(4)), run.method.initial_buffers(range(4)), strict=True
     )
+    networks = [network_with(run, *model) for model in start]
     for number in range(3):
-        sampled = list(run.simulation.cohort(number).clients)
-        models, statistics = trained_from(run, theta, buffers, number)
-        theta[sampled], buffers[sampled] = models[sampled], statistics[sampled]
-    assert torch.equal(run.clients["theta"], theta)
-    assert torch.equal(run.clients["buffers"], buffers)
+        for client in run.simulation.cohort(number).clients:
+            train_by_torch(run, client, number, networks[client])
+    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
+    expected = {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+    torch.testing.assert_close(run.clients, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.evaluated(), expected, rtol=0, atol=1e-9)
     assert run.server == {}
     assert run.bytes_by_client.sum() == 0
-    evaluated = run.evaluated()
-    assert torch.equal(evaluated["theta"], theta)
-    assert torch.equal(evaluated["buffers"], buffers)

@@ -60,7 +60,7 @@ def test_a_number_that_only_rounding_moves_is_not_critical() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 24])
+@pytest.mark.parametrize("count", [7, 8, 9])
 def test_bits_come_out_of_bytes_as_they_went_in(count: int) -> None:
     bits = random(3, count) > 0
     found = packed(bits)
@@ -106,13 +106,9 @@ def critical_by_hand(run: Run, start: Tensor, theta: Tensor) -> set[int]:
         places = range(slot.start, slot.stop)
         omega = {place: float(((theta - start) * theta)[place].abs()) for place in places}
         count = int(run.config.method.options.share * len(omega))
-        ranked = sorted(omega.values(), reverse=True)
         if count:
-            found |= {
-                place
-                for place, value in omega.items()
-                if value >= ranked[count - 1] and theta[place] != start[place]
-            }
+            least = sorted(omega.values(), reverse=True)[count - 1]
+            found |= {place for place, value in omega.items() if value >= least}
     return {place for place in found if theta[place] != start[place]}
 
 
@@ -139,7 +135,7 @@ def mixed_by_hand(
 
 @pytest.mark.parametrize(
     "keys",
-    [("train.participation=0.5",), ("method.share=0.3", "method.beta=4"), ("method.beta=1.5",)],
+    [("train.participation=0.5", "method.beta=1.5"), ("method.share=0.3", "method.beta=4")],
     ids=str,
 )
 @pytest.mark.usefixtures("double")
@@ -178,16 +174,6 @@ def test_alone_it_is_local_to_the_bit() -> None:
     run, local = Run(FEDCAC, *keys), Run(*keys, "method.name=local")
     assert torch.equal(run.clients["theta"], local.clients["theta"])
     assert torch.equal(run.server["models"], local.clients["theta"])
-
-
-def test_after_round_beta_clients_keep_their_critical_numbers() -> None:
-    run = Run(FEDCAC, *MLP, *UNEQUAL_FEW, "method.beta=2.5")
-    everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
-    u, size = run.driver.download(run.server, everyone)["theta"], run.method.layout.size
-    critical = unpacked(run.server["critical"])[:, :size]
-    assert torch.equal(u[critical], run.clients["theta"][critical])
-    assert 0.4 < critical.double().mean() < 0.6
-    assert len(u[~critical].unique()) <= size
 
 
 @pytest.mark.parametrize("clients", [(0, 2), (1, 3)])

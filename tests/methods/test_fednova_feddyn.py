@@ -48,10 +48,10 @@ def test_factors_of_gradients_worked_out() -> None:
     assert_close(sum_of_factors(steps, 0.5), torch.tensor([1, 2.5, 4.25], dtype=torch.float64), atol=1e-14)
 
 
-@pytest.mark.parametrize("keys", [(), ("train.momentum=0.8", "train.weight_decay=0.01")])
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fednova_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
-    run = Run(*SOME, "method.name=fednova", "train.local_epochs=2", "train.lr_decay=0.8", *keys)
+def test_rounds_of_fednova_equal_a_slow_twin() -> None:
+    keys = ("train.local_epochs=2", "train.lr_decay=0.8", "train.momentum=0.8", "train.weight_decay=0.01")
+    run = Run(*SOME, "method.name=fednova", *keys)
     layout, samples = run.method.layout, run.method.context.num_samples
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     for number in range(3):
@@ -81,16 +81,12 @@ def test_rounds_of_fednova_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("train.momentum=0.9",), (*UNEQUAL_FEW, "train.participation=0.25")], ids=str
+    "keys", [("train.momentum=0.9",), (*UNEQUAL_FEW, "train.participation=0.25")], ids=["equal", "alone"]
 )
 @pytest.mark.usefixtures("double")
 def test_clients_with_as_many_steps_make_fednova_fedavg(keys: tuple[str, ...]) -> None:
-    """Four equal clients, or unequal ones of which each round has one."""
     ours, fedavg = (Run(*MLP, *keys, f"method.name={name}") for name in ("fednova", "fedavg"))
     assert_close(ours.server["theta"], fedavg.server["theta"], atol=1e-12)
-    keys = (*MLP, *UNEQUAL_FEW)
-    ours, fedavg = (Run(*keys, f"method.name={name}") for name in ("fednova", "fedavg"))
-    assert (ours.server["theta"] - fedavg.server["theta"]).abs().max() > 1e-4
 
 
 def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
@@ -115,7 +111,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01"), ADAM]
+    "keys", [("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01"), ADAM]
 )
 @pytest.mark.usefixtures("double")
 def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
@@ -152,16 +148,6 @@ def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tup
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
-@pytest.mark.parametrize(("participation", "way"), [("1", 2.0), ("0.5", 1.5)])
-@pytest.mark.usefixtures("double")
-def test_feddyns_first_round_is_fedproxs_and_further(participation: str, way: float) -> None:
-    keys = (*MLP, "train.rounds=1", f"train.participation={participation}")
-    fedprox = Run(*keys, "method.name=fedprox", "method.mu=0.4")
-    run = Run(*keys, "method.name=feddyn", "method.alpha=0.4")
-    start = run.method.context.initial_parameters()
-    assert_close(run.server["theta"], start + way * (fedprox.server["theta"] - start), atol=1e-12)
-
-
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
 @pytest.mark.parametrize("sampled", [(0, 1), None], ids=["both", "by turns"])
 def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
@@ -183,11 +169,3 @@ def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
         method.aggregate(server, cohort, GivenUpload(iter([(slice(0, len(members)), message)])))
     assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
     assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)
-
-
-def test_feddyn_keeps_what_it_knows_of_a_client_that_is_not_sampled() -> None:
-    keys = (*MLP, "method.name=feddyn", "train.participation=0.25")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    (sampled,) = three.simulation.cohort(2).clients
-    changed = (three.clients["gradient"] != two.clients["gradient"]).any(dim=1)
-    assert changed.nonzero().flatten().tolist() == [sampled]

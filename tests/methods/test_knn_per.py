@@ -60,11 +60,10 @@ def test_predictions_by_hand() -> None:
             torch.testing.assert_close(found[sample], expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("keys", [(), ("model.batchnorm=true", "train.participation=0.5")])
-def test_training_and_traffic_are_fedavgs(keys: tuple[str, ...]) -> None:
-    fedavg, run = Run(*UNEQUAL_FEW, *keys, "method.name=fedavg"), Run(*UNEQUAL_FEW, *keys, KNN_PER)
-    assert set(run.server) == set(fedavg.server)
-    assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
+def test_training_and_traffic_are_fedavgs() -> None:
+    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5")
+    fedavg, run = Run(*keys, "method.name=fedavg"), Run(*keys, KNN_PER)
+    torch.testing.assert_close(run.server, fedavg.server, rtol=0, atol=0)
     assert torch.equal(run.bytes_by_client, fedavg.bytes_by_client)
     assert run.clients == {}
 
@@ -106,7 +105,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
 
 
 def test_clients_with_one_sample_and_with_one_class() -> None:
-    run = Run("data.clients=4", "data.per_client=40", KNN_PER, "train.rounds=1")
+    run = Run(KNN_PER, "train.rounds=1")
     shard = run.workplace.shard
     shard.samples("train", 1)[1].fill_(3)
     shard.count["train"][2] = 1
