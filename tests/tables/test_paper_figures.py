@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import shutil
 import sys
@@ -17,7 +16,7 @@ from bits import tiny_settings, write_digits
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from processes import REPOSITORY, run_tree
-from refusals import refused_once_changed
+from table_files import read_csv, refused_once_changed
 
 import hpcfl.storage.checkpoint
 from hpcfl.errors import BAD_INPUT, FINISHED
@@ -167,11 +166,6 @@ def drawn(words: list[str], folder: Path, file: str = "two.yaml") -> dict[str, F
     table = Table(Path(words[0]).with_name(file), words[1:], folder)
     found = drawing.draw(table, read_results(table), read_histories(table))
     return {name: picture for name, picture in found if picture is not None}
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def alpha(folder: Path, seed: int = 0) -> np.ndarray:
