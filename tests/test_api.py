@@ -95,7 +95,7 @@ def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
     ("options", "said"),
     [
         ({"method": type("Again", (FedAvg,), {"name": "fedprox"})}, "Again has the name of a method"),
-        ({"method": type("Odd", (FedAvg,), {"Params": dict})}, "method=Odd: its options must be a class der"),
+        ({"method": type("Odd", (FedAvg,), {"Params": dict})}, "method=Odd: its options must be a class"),
         ({"method": dict}, "is not a method; give a name, or a class derived from Method"),
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),

@@ -154,15 +154,6 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
     assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole))
 
 
-def test_an_own_method_has_codecs_without_a_line(files: dict[str, Path], tmp_path: Path) -> None:
-    given = [f"method.path={files['method.path']}", *TINY, "data.per_client=20", "--out"]
-    assert main([*given, str(tmp_path / "plain")]) == FINISHED
-    assert main([*given, str(tmp_path / "coded"), "comm.codec=topk"]) == FINISHED
-    rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("plain", "coded")]
-    plain, coded = (dict(zip(lines[0].split(","), lines[-1].split(","), strict=True)) for lines in rows)
-    assert int(coded["bytes_up"]) == pytest.approx(0.1 * int(plain["bytes_up"]), rel=0.01)
-
-
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     given = [word for key, path in files.items() for word in (f"--{KINDS[key][0]}", str(path))]
     assert main(["list", *given]) == FINISHED

@@ -324,22 +324,18 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("method.k, ", "train.k, ", ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key"),
         ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
         ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep stands in place of columns"),
-        (
-            "[ours, fedavg]",
-            "[ours, fedavgs]",
-            ", compare ours with fedavgs: fedavgs is none of the rows; there are: ours | fedavg | local; did",
-        ),
+        ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: mean is none of the rows; there are: "),
         ("[ours, fedavg]", "[ours]", ": compare 1=['ours'] is invalid"),
         ("columns: [few]", "columns: [fex]", ", compare ours with local: fex is none of the columns"),
         (
             "columns: [few]",
             "columns: [many]",
-            ", compare ours with local: its columns need a cell of both rows; allowed: few",
+            ", compare ours with local: its columns need a cell of both",
         ),
         (
             "train: {lr: 0.2}",
             "data: {seed: 1}",
-            ", compare ours with fedavg, column few: their clients hold different samples",
+            ", compare ours with fedavg, column few: their clients hold",
         ),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
         (
@@ -349,8 +345,8 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ),
         (
             "source: table 1",
-            "show: [accuracy, wurst_tenth]",
-            ": show 2='wurst_tenth' is invalid: wurst_tenth is none of the quantities; there are: accuracy |",
+            "show: [loss]",
+            ": show 1='loss' is invalid: loss is none of the quantities;",
         ),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
         ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: Input should be"),
@@ -374,11 +370,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            '"kept, k = 2"',
-            '"kept, k = 3"',
-            ": kept, k = 3 is none of the columns; there are: few | many | kept, k = 0 | kept, k = 2; did",
-        ),
+        ('"kept, k = 2"', "lots", ": lots is none of the columns; there are: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
         ("paper.yaml", "evening.yaml", ": extends=evening.yaml leads back to this file"),
         (
@@ -395,10 +387,15 @@ def test_a_mistake_of_a_file_that_extends_another(folder: Path, old: str, new: s
 # Help
 
 
-def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_fits_a_screen_and_its_example_is_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["table", "--help"])
-    example = re.search(r"^  columns: .*\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
+    text = capsys.readouterr().out
+    assert text.count("\n") < 40
+    assert max(map(len, text.splitlines())) <= 100
+    example = re.search(r"^  columns: .*\n(?:  .*\n)+", text, re.MULTILINE)
     assert example
     path = tmp_path / "example.yaml"
     path.write_text(f"title: t\nseeds: [0]\n{textwrap.dedent(example[0])}")

@@ -446,7 +446,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
         ("{draw: bars}", "{draw: pie}", ", figure 5: Input tag 'pie' found using 'draw' does not match any"),
         ("bars}", "bars, acuracy: best}", ", figure 5: acuracy is an unknown key; allowed: draw, accuracy;"),
-        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: Input should be 'linear' or 'lo"),
+        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: Input should be 'linear'"),
         ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
         ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: Input should be greater than 0"),
         (

@@ -769,12 +769,3 @@ def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: 
     assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
     assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
     assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
-
-
-def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["table", "--help"])
-    assert leaving.value.code == FINISHED
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 40
-    assert max(map(len, lines)) <= 100
