@@ -96,17 +96,13 @@ def read(path: str | None) -> Arrays:
 STRIPES = Source("8x8 stripes, 8 classes, 200 images", read=read)
 '''
 
-FILES = {
-    "method.path": TRIMMED,
-    "model.path": NARROW,
-    "data.partition.path": HALVES,
-    "data.reader": STRIPES,
-}
+METHOD, MODEL, PARTITION, READER = KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
+FILES = dict(zip(KEYS, (TRIMMED, NARROW, HALVES, STRIPES), strict=True))
 KINDS = {
-    "method.path": ("method", "method.name", "moon"),
-    "model.path": ("model", "model.name", "mlp"),
-    "data.partition.path": ("partition", "data.partition.name", "iid"),
-    "data.reader": ("source", "data.source", "digits"),
+    METHOD: ("method", "method.name", "moon"),
+    MODEL: ("model", "model.name", "mlp"),
+    PARTITION: ("partition", "data.partition.name", "iid"),
+    READER: ("source", "data.source", "digits"),
 }
 """By the key of a file: the word for what it holds, the key of its name, and the name of another."""
 
@@ -149,7 +145,7 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
     assert saved["data"]["partition"]["samples"] == 10
     assert main([str(whole / "config.yaml"), "--out", str(whole)]) == FINISHED
     # another file is another run
-    other = files["method.path"].with_name("other.py")
+    other = files[METHOD].with_name("other.py")
     other.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
     assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole))
 
@@ -164,7 +160,7 @@ def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixt
     assert "source my_data: 8x8 stripes" in out
 
 
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("key", KEYS)
 def test_an_edited_file_is_not_that_of_its_configuration(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
@@ -177,7 +173,7 @@ def test_an_edited_file_is_not_that_of_its_configuration(
     assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in said
 
 
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("key", KEYS)
 def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[str, Path], key: str) -> None:
     tree = load_config(None, [*words(files), "method.left_out=2", "data.partition.samples=10"]).tree()
     moved = files[key].parent / "elsewhere" / files[key].name
@@ -194,7 +190,7 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
     assert not any(name.startswith(f"{key}=") for name in changed.own_files)
 
 
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("key", KEYS)
 def test_names_and_files_that_do_not_go_together(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
@@ -209,7 +205,7 @@ def test_names_and_files_that_do_not_go_together(
 def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Path], tmp_path: Path) -> None:
     saved = tmp_path / "config.yaml"
     saved.write_text(load_config(None, [*words(files), "method.left_out=2"]).yaml())
-    for given in ("data.source=my_data", f"data.reader={files['data.reader']}", "method.name=my_method"):
+    for given in ("data.source=my_data", f"data.reader={files[READER]}", "method.name=my_method"):
         config = load_config(saved, [given])
         assert config.source_file["reader"] == str(files["data.reader"])
         assert (config.method.name, config.tree()["method"]["left_out"]) == ("my_method", 2)
@@ -218,49 +214,40 @@ def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Pa
 
 
 def test_a_row_of_a_table_is_called_as_its_file(files: dict[str, Path], tmp_path: Path) -> None:
-    allow("--own-code", str(files["method.path"]))
+    allow("--own-code", str(files[METHOD]))
     path = tmp_path / "two.yaml"
-    rows = [{"method": {"path": str(files["method.path"])}}, {"method": {"name": "fedavg"}}]
+    rows = [{"method": {"path": str(files[METHOD])}}, {"method": {"name": "fedavg"}}]
     path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
     names = [(cell.label, cell.config.method.name) for cell in Table(path, [], tmp_path / "out").cells]
     assert names == [("my_method", "my_method"), ("fedavg", "fedavg")]
 
 
 FEDAVG = "from hpcfl.methods.fedavg import FedAvg\n"
+TWO_METHODS = f"{FEDAVG}class A(FedAvg): ...\nclass B(FedAvg): ...\n"
+NAMED = f"{FEDAVG}class A(FedAvg):\n    name = 'fedavg'\n"
+NO_READ = "from hpcfl.data.sources import Source\nA = Source('no read')\n"
 UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n", "BaseModel, Field\n")
 
 
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("method.path", None, ": No such file or directory; give a Python file"),
-        ("method.path", "x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
-        ("method.path", "x = 1\ndef (:\n", ", line 2: SyntaxError: invalid syntax"),
-        ("method.path", "x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
+        (METHOD, None, ": No such file or directory; give a Python file"),
+        (METHOD, "x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
+        (METHOD, "x = 1\ndef (:\n", ", line 2: SyntaxError: invalid syntax"),
+        (METHOD, "x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
+        (METHOD, TWO_METHODS, " defines 2 classes derived from Method (A, B); it needs one"),
+        (METHOD, NAMED, " defines fedavg, but that name is already in use; choose another"),
         (
-            "method.path",
-            f"{FEDAVG}class A(FedAvg): ...\nclass B(FedAvg): ...\n",
-            " defines 2 classes derived from Method (A, B); it needs one",
-        ),
-        (
-            "method.path",
-            f"{FEDAVG}class A(FedAvg):\n    name = 'fedavg'\n",
-            " defines fedavg, but that name is already in use; choose another",
-        ),
-        (
-            "method.path",
+            METHOD,
             TRIMMED.replace("left_out", "code"),
             ": TrimmedMeanParams has code, but method.code is reserved; rename it",
         ),
-        ("model.path", "x = 1\n", " defines 0 instances of Model (none); it needs one"),
+        (MODEL, "x = 1\n", " defines 0 instances of Model (none); it needs one"),
+        (READER, NO_READ, " defines 0 instances of Source with a read (none); it needs one"),
+        (PARTITION, UNCHECKED, ": its options must be a class derived from PartitionOptions"),
         (
-            "data.reader",
-            "from hpcfl.data.sources import Source\nA = Source('no read')\n",
-            " defines 0 instances of Source with a read (none); it needs one",
-        ),
-        ("data.partition.path", UNCHECKED, ": its options must be a class derived from PartitionOptions"),
-        (
-            "data.partition.path",
+            PARTITION,
             HALVES.replace("samples", "path"),
             ": HalvesOptions has path, but data.partition.path is reserved; rename it",
         ),
@@ -283,47 +270,32 @@ CHECK = """    @model_validator(mode="after")
 
 
 class TrimmedMean("""
-TABLE = "data.partition.name=my_partition: its table"
+TABLE = "my_partition: its table"
 
 
 @pytest.mark.parametrize(
     ("key", "old", "new", "said"),
     [
-        ("method.path", "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
-        ("data.partition.path", "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
+        (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
+        (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
         (
-            "data.partition.path",
-            "dtype=np.int64",
-            "dtype=float",
-            f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes], here (4, 10)",
+            PARTITION,
+            "np.int64",
+            "float",
+            f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes], here",
         ),
+        (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),
+        (PARTITION, "options.samples", "100", f"{TABLE} deals 200 samples of class 0; allowed: up to 178"),
+        (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
+        (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be integers"),
         (
-            "data.partition.path",
-            "return counts",
-            "return counts[1:]",
-            f"{TABLE} is int64 (3, 10); it must be int64 [clients, classes]",
-        ),
-        (
-            "data.partition.path",
-            "= options.samples",
-            "= 100",
-            f"{TABLE} deals 200 samples of class 0; allowed: up to 178",
-        ),
-        (
-            "data.reader",
-            "return arrays_of",
-            "return (x, y) or arrays_of",
-            "its read returned a tuple; return arrays_of(x, y, name)",
-        ),
-        ("data.reader", "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be integers"),
-        (
-            "data.reader",
-            'return arrays_of(x, y, "stripes")',
-            "return Arrays(x, y, 3, 255.0, (0.5,), (0.5,))",
+            READER,
+            'arrays_of(x, y, "stripes")',
+            "Arrays(x, y, 3, 255.0, (0.5,), (0.5,))",
             "y holds labels 0..7, and num_classes is 3",
         ),
         (
-            "data.reader",
+            READER,
             "of(x, y,",
             "of(x[..., None], y,",
             "stripes: x has shape (200, 1, 8, 8, 1); allowed: images [n, channels, height, width],",
@@ -341,7 +313,7 @@ def test_mistakes_inside_a_file_are_told(
 def test_options_of_an_own_method_are_checked(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = files["method.path"]
+    path = files[METHOD]
     text = TRIMMED.replace("import Field", "import Field, model_validator")
     path.write_text(text.replace("\nclass TrimmedMean(", CHECK))
     for given, said in (
@@ -354,7 +326,7 @@ def test_options_of_an_own_method_are_checked(
 
 
 def test_annotations_are_what_they_are_to_python(files: dict[str, Path]) -> None:
-    path = files["method.path"]
+    path = files[METHOD]
     text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
     path.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")
     assert load_config(None, [f"method.path={path}"]).method.name == "my_method"

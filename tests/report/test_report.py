@@ -295,8 +295,6 @@ def test_axes_that_are_not_those_of_the_values_are_refused() -> None:
 
 
 def codes(picture: Any) -> list[int]:
-    import base64
-
     return list(base64.b64decode(picture["codes"]))
 
 
