@@ -559,7 +559,7 @@ def test_stopped_at_every_round_boundary(
 
 
 def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], whole: Path, tmp_path: Path, told: Told
 ) -> None:
     folder = tmp_path / "out"
 
@@ -576,29 +576,24 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
-    capsys.readouterr()
-    assert table(folder, *words) == FINISHED
     # the cell that was stopped is gone on with first
-    assert begun(capsys.readouterr().out) == [2, 3, 4]
+    assert begun(told(folder, *words)) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
 
-@pytest.mark.parametrize("lost", ["clients.csv", "metrics.csv", "config.yaml"])
-def test_a_cell_without_its_last_file_is_run_to_its_end(
-    words: list[str], whole: Path, copied: Path, lost: str
+def test_cells_without_their_last_files_are_run_to_their_ends(
+    words: list[str], whole: Path, copied: Path
 ) -> None:
-    if lost == "metrics.csv":
-        # as a run leaves it that is killed before its last evaluation
-        lines = (copied / "fedavg-s0" / lost).read_text().splitlines(keepends=True)
-        (copied / "fedavg-s0" / lost).write_text("".join(lines[:-1]))
-    else:
-        (copied / "fedavg-s0" / lost).unlink()
-    if lost == "config.yaml":
-        shutil.rmtree(copied / "fedavg-s0")
-    before = {name: what for name, what in files(copied).items() if not name.startswith("fedavg-s0/")}
+    (copied / "fedavg-s0" / "clients.csv").unlink()
+    # as a run leaves it that is killed before its last evaluation
+    metrics = copied / "fedavg-s1" / "metrics.csv"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    shutil.rmtree(copied / "heurpfedla-k-2-s0")
+    before = {name: what for name, what in files(copied).items() if name.startswith("heurpfedla")}
     assert table(copied, *words, "--quiet") == FINISHED
-    assert not differing(whole / "fedavg-s0", copied / "fedavg-s0")
+    for name in ALONE:
+        assert not differing(whole / name, copied / name)
     assert before.items() <= files(copied).items()
 
 
@@ -614,7 +609,7 @@ def test_more_rounds_go_on_and_quiet_prints_nothing(
 
 
 def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
@@ -625,12 +620,9 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
-    assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
-    assert capsys.readouterr().out.startswith("2 of 4 cells are finished")
+    assert told(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
-    assert {name: after[name] for name in before if name.startswith("fedavg")} == {
-        name: what for name, what in before.items() if name.startswith("fedavg")
-    }
+    assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
     olds = sorted(path.name for path in copied.glob("*.old*"))
     assert olds == ["heurpfedla-k-2-s0.old1", "heurpfedla-k-2-s1.old1"]
     old, new = (copied / name / "checkpoint.h5" for name in (olds[0], "heurpfedla-k-2-s0"))
@@ -727,9 +719,7 @@ def test_three_ranks_make_the_same_table(
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out"]
     done = mpirun(3, *command)
     assert done.stderr == ""
-    assert [line for line in done.stdout.splitlines() if line.startswith("# ")] == [
-        f"# Two methods on digits ({changed(words)})"
-    ]
+    assert done.stdout.count(f"\n# Two methods on digits ({changed(words)})\n") == 1
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
@@ -739,15 +729,15 @@ def test_three_ranks_plan_once_and_are_refused_once(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     chain = tmp_path / "chain.yaml"
-    chain.write_text(
-        TABLE.replace("{name: heurpfedla, head_init: default, k: 2}", "{name: fedmn, order: chain}")
-    )
-    plan = ["table", *words, "--out", str(whole), "--plan"]
-    other = ["table", *words, "--out", str(whole), "train.weight_decay=0.1"]
-    one_after_the_other = ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")]
+    chain.write_text(TABLE.replace("heurpfedla, head_init: default, k: 2", "fedmn, order: chain"))
     before = files(whole)
-    program, commands = REPOSITORY / "tests/helpers/world_commands.py", [plan, other, one_after_the_other]
+    commands = [
+        ["table", *words, "--out", str(whole), "--plan"],
+        ["table", *words, "--out", str(whole), "train.weight_decay=0.1"],
+        ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")],
+    ]
     (tmp_path / "codes").mkdir()
+    program = REPOSITORY / "tests" / "helpers" / "world_commands.py"
     done = mpirun(3, program, json.dumps(commands), cwd=tmp_path / "codes")
     for rank in range(3):
         codes = json.loads((tmp_path / "codes" / f"codes{rank}.json").read_text())
