@@ -58,14 +58,9 @@ def run(*settings: Any, **options: Any) -> Run:
 def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     words = [*SMALL, "method.name=fedprox", "method.mu=0.5", "run.seed=3"]
     assert main([*words, "--out", str(tmp_path / "typed"), "--quiet"]) == FINISHED
-    (tmp_path / "config.yaml").write_text("method: {name: fedprox, mu: 7}\ntrain: {rounds: 9}\n")
-    found = hpcfl.run(
-        tmp_path / "config.yaml",
-        *SMALL,
-        {"method": {"mu": 0.5}, "run.seed": 3},
-        out=tmp_path / "run",
-        quiet=True,
-    )
+    file, given = tmp_path / "config.yaml", {"method": {"mu": 0.5}, "run.seed": 3}
+    file.write_text("method: {name: fedprox, mu: 7}\ntrain: {rounds: 9}\n")
+    found = hpcfl.run(file, *SMALL, given, out=tmp_path / "run", quiet=True)
     assert found is not None
     assert found.status.state == "finished"
     assert not differing(tmp_path / "typed", tmp_path / "run")
@@ -99,21 +94,12 @@ def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"method": type("FedAvgAgain", (FedAvg,), {"name": "fedprox"})},
-            "FedAvgAgain has the name of a method",
-        ),
-        (
-            {"method": type("Odd", (FedAvg,), {"Params": dict})},
-            "method=Odd: its options must be a class derived from Params",
-        ),
+        ({"method": type("Again", (FedAvg,), {"name": "fedprox"})}, "Again has the name of a method"),
+        ({"method": type("Odd", (FedAvg,), {"Params": dict})}, "method=Odd: its options must be a class"),
         ({"method": dict}, "is not a method; give a name, or a class derived from Method"),
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),
-        (
-            {"dataset": [(torch.zeros(1, 8, 8), 0), (torch.zeros(1, 9, 9), 1)]},
-            "tensors or arrays of one shape",
-        ),
+        ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
     ],
 )
 def test_mistakes_are_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -9,14 +9,6 @@ import pytest
 
 from hpcfl.machine import free_bytes, memory_bytes, package_versions, processor
 
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 NODE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:    600 kB\n"}
 JOB = "sys/fs/cgroup/slurm/job_7"
 VERSION_2 = {
@@ -56,17 +48,15 @@ VERSION_1 = {
     ids=["unknown", "node", "version 2", "version 2 alone", "no statistics", "version 1"],
 )
 def test_memory_of_node_and_job(tmp_path: Path, files: dict[str, str], memory: float, free: float) -> None:
-    root = tree(tmp_path, files)
-    assert memory_bytes(root) == memory
-    assert free_bytes(root) == free
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (memory_bytes(tmp_path), free_bytes(tmp_path)) == (memory, free)
 
 
-def test_this_process_has_a_part_of_this_machine() -> None:
+def test_this_machine_has_memory_a_processor_and_packages() -> None:
     assert 0 < free_bytes() <= memory_bytes()
     assert processor()
-
-
-def test_versions_of_packages() -> None:
     found = package_versions(["torch", "no-such-package"])
     assert found["torch"][0].isdecimal()
     assert found["no-such-package"] == "not installed"

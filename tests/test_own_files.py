@@ -1,4 +1,4 @@
-"""A model, a partition and a source of the user's own, in files outside the package."""
+"""A method, a model, a partition and a source of the user's own, in files outside the package."""
 
 from __future__ import annotations
 
@@ -9,13 +9,44 @@ import yaml
 from bits import differing
 from processes import Mpirun
 
+from hpcfl.config.own_code import allow
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config
+from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
-TINY = ["method.name=fedavg", "data.clients=4", "train.local_epochs=1", "train.rounds=2"]
+TINY = ["data.clients=4", "train.local_epochs=1", "train.rounds=2"]
+
+TRIMMED = '''"""Trimmed mean: the server leaves out the largest and smallest numbers of each coordinate."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from hpcfl.communication.upload import Upload
+from hpcfl.communication.messages import Cohort
+from hpcfl.methods.base import Params, State
+from hpcfl.methods.fedavg import FedAvg
+
+
+class TrimmedMeanParams(Params):
+    left_out: int = Field(1, ge=0)
+    """Numbers left out at either end of each coordinate."""
+
+
+class TrimmedMean(FedAvg):
+    Params: ClassVar[Any] = TrimmedMeanParams
+
+    def server_state(self) -> State:
+        return super().server_state() | {"rounds": self.context.initial_parameters().new_zeros(1)}
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        ordered = up.collect()["theta"].sort(dim=0).values
+        server["theta"] = ordered[self.params.left_out : len(cohort) - self.params.left_out].mean(dim=0)
+        server["rounds"] = server["rounds"] + 1
+'''
 
 NARROW = '''"""A narrower LeNet."""
 
@@ -65,21 +96,20 @@ def read(path: str | None) -> Arrays:
 STRIPES = Source("8x8 stripes, 8 classes, 200 images", read=read)
 '''
 
-FILES = {
-    "model.path": NARROW,
-    "data.partition.path": HALVES,
-    "data.reader": STRIPES,
+METHOD, MODEL, PARTITION, READER = KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
+FILES = dict(zip(KEYS, (TRIMMED, NARROW, HALVES, STRIPES), strict=True))
+KINDS = {
+    METHOD: ("method", "method.name", "moon"),
+    MODEL: ("model", "model.name", "mlp"),
+    PARTITION: ("partition", "data.partition.name", "iid"),
+    READER: ("source", "data.source", "digits"),
 }
-NAMES = {
-    "model.path": "model.name",
-    "data.partition.path": "data.partition.name",
-    "data.reader": "data.source",
-}
+"""By the key of a file: the word for what it holds, the key of its name, and the name of another."""
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """Write the three files."""
+    """Write the four files."""
     paths = {key: tmp_path / f"my_{key.split('.')[-2]}.py" for key in FILES}
     for key, path in paths.items():
         path.write_text(FILES[key])
@@ -99,31 +129,38 @@ def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
 
 
 def test_own_files_run_on_any_number_of_ranks_and_go_on(
-    files: dict[str, Path], tmp_path: Path, mpirun: Mpirun
+    files: dict[str, Path], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [*words(files), *TINY, "data.partition.samples=10"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     # ranks are copies of this process, which does not know the files yet
-    mpirun(3, "-m", "hpcfl.main", *given, "--out", tmp_path / "parts", "train.rounds=1")
-    assert main([*given, "--out", str(tmp_path / "whole")]) == FINISHED
-    assert main([*given, "--out", str(tmp_path / "parts")]) == FINISHED
-    assert differing(tmp_path / "whole", tmp_path / "parts") == []
-    saved = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())
+    mpirun(3, "-m", "hpcfl.main", *given, "--out", parts, "train.rounds=1")
+    assert main([*given, "--out", str(whole)]) == FINISHED
+    assert main([*given, "--out", str(parts)]) == FINISHED
+    assert differing(whole, parts) == []
+    saved = yaml.safe_load((whole / "config.yaml").read_text())
+    method = saved["method"]
+    assert (method["name"], method["left_out"], len(method["code"])) == ("my_method", 1, 16)
     assert (saved["model"]["name"], saved["data"]["source"]) == ("my_model", "my_data")
     assert saved["data"]["partition"]["samples"] == 10
-    assert main([str(tmp_path / "whole" / "config.yaml"), "--out", str(tmp_path / "whole")]) == FINISHED
+    assert main([str(whole / "config.yaml"), "--out", str(whole)]) == FINISHED
+    # another file is another run
+    other = files[METHOD].with_name("other.py")
+    other.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
+    assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole))
 
 
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = {"model.path": "model", "data.partition.path": "partition", "data.reader": "source"}
-    given = [word for key, path in files.items() for word in (f"--{kinds[key]}", str(path))]
+    given = [word for key, path in files.items() for word in (f"--{KINDS[key][0]}", str(path))]
     assert main(["list", *given]) == FINISHED
     out = capsys.readouterr().out
+    assert "method my_method: from my_method.py" in out
     assert "model my_model: conv 4/8 3x3, fc 16" in out
     assert "partition my_partition: halves" in out
     assert "source my_data: 8x8 stripes" in out
 
 
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("key", KEYS)
 def test_an_edited_file_is_not_that_of_its_configuration(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
@@ -136,39 +173,81 @@ def test_an_edited_file_is_not_that_of_its_configuration(
     assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in said
 
 
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize("key", KEYS)
 def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[str, Path], key: str) -> None:
-    tree = load_config(None, words(files)).tree()
+    tree = load_config(None, [*words(files), "method.left_out=2", "data.partition.samples=10"]).tree()
     moved = files[key].parent / "elsewhere" / files[key].name
     moved.parent.mkdir()
     moved.write_text(FILES[key])
     there = files[key].parent / "config.yaml"
     there.write_text(yaml.safe_dump(tree))
     config = load_config(there, [f"{key}={moved}"])
+    assert f"{key}={moved}" in config.own_files
+    assert config.tree()["method"]["left_out"] == 2
     assert config.short_hash() == load_config(there, []).short_hash()
-    others = {"model.path": "mlp", "data.partition.path": "iid", "data.reader": "digits"}
-    changed = load_config(there, [f"{NAMES[key]}={others[key]}"])
+    _, name_key, other = KINDS[key]
+    changed = load_config(there, [f"{name_key}={other}"])
     assert not any(name.startswith(f"{key}=") for name in changed.own_files)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_names_and_files_that_do_not_go_together(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    kind, name_key, other = KINDS[key]
+    said = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}")
+    assert f"{name_key}={other} does not go with {key}={files[key]}" in said
+    name = files[key].stem
+    said = refused(capsys, f"{name_key}={name}")
+    assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in said
+
+
+def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Path], tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(load_config(None, [*words(files), "method.left_out=2"]).yaml())
+    for given in ("data.source=my_data", f"data.reader={files[READER]}", "method.name=my_method"):
+        config = load_config(saved, [given])
+        assert config.source_file["reader"] == str(files["data.reader"])
+        assert (config.method.name, config.tree()["method"]["left_out"]) == ("my_method", 2)
+    config = load_config(saved, ["data.reader=null", "data.partition.name=iid", "method.path=null"])
+    assert (config.data.source, config.source_file, config.method.name) == ("digits", {}, "pfedla")
+
+
+def test_a_row_of_a_table_is_called_as_its_file(files: dict[str, Path], tmp_path: Path) -> None:
+    allow("--own-code", str(files[METHOD]))
+    path = tmp_path / "two.yaml"
+    rows = [{"method": {"path": str(files[METHOD])}}, {"method": {"name": "fedavg"}}]
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
+    names = [(cell.label, cell.config.method.name) for cell in Table(path, [], tmp_path / "out").cells]
+    assert names == [("my_method", "my_method"), ("fedavg", "fedavg")]
+
+
+FEDAVG = "from hpcfl.methods.fedavg import FedAvg\n"
+TWO_METHODS = f"{FEDAVG}class A(FedAvg): ...\nclass B(FedAvg): ...\n"
+NAMED = f"{FEDAVG}class A(FedAvg):\n    name = 'fedavg'\n"
+NO_READ = "from hpcfl.data.sources import Source\nA = Source('no read')\n"
+UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n", "BaseModel, Field\n")
 
 
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("model.path", "x = 1\n", " defines 0 instances of Model (none); it needs one"),
+        (METHOD, None, ": No such file or directory; give a Python file"),
+        (METHOD, "x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
+        (METHOD, "x = 1\ndef (:\n", ", line 2: SyntaxError: invalid syntax"),
+        (METHOD, "x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
+        (METHOD, TWO_METHODS, " defines 2 classes derived from Method (A, B); it needs one"),
+        (METHOD, NAMED, " defines fedavg, but that name is already in use; choose another"),
         (
-            "data.reader",
-            "from hpcfl.data.sources import Source\nA = Source('no read')\n",
-            " defines 0 instances of Source with a read (none); it needs one",
+            METHOD,
+            TRIMMED.replace("left_out", "code"),
+            ": TrimmedMeanParams has code, but method.code is reserved; rename it",
         ),
+        (MODEL, "x = 1\n", " defines 0 instances of Model (none); it needs one"),
+        (READER, NO_READ, " defines 0 instances of Source with a read (none); it needs one"),
+        (PARTITION, UNCHECKED, ": its options must be a class derived from PartitionOptions"),
         (
-            "data.partition.path",
-            HALVES.replace("(PartitionOptions)", "(BaseModel)").replace(
-                "import Field", "import BaseModel, Field"
-            ),
-            ": its options must be a class derived from PartitionOptions",
-        ),
-        (
-            "data.partition.path",
+            PARTITION,
             HALVES.replace("samples", "path"),
             ": HalvesOptions has path, but data.partition.path is reserved; rename it",
         ),
@@ -183,79 +262,71 @@ def test_a_file_that_is_no_such_thing_is_refused(
     assert refused(capsys, f"{key}={path}") == f"hpcfl: error: {key}={path}{said}"
 
 
-@pytest.mark.parametrize(
-    ("key", "wrong"), [("model.path", "mlp"), ("data.partition.path", "iid"), ("data.reader", "digits")]
-)
-def test_names_and_files_that_do_not_go_together(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str, wrong: str
-) -> None:
-    assert f"{NAMES[key]}={wrong} does not go with {key}={files[key]}" in refused(
-        capsys, f"{key}={files[key]}", f"{NAMES[key]}={wrong}"
-    )
-    name = files[key].stem
-    assert f"{NAMES[key]}={name} is a " in refused(capsys, f"{NAMES[key]}={name}")
+CHECK = """    @model_validator(mode="after")
+    def check(self) -> "TrimmedMeanParams":
+        if self.left_out > 3:
+            raise ValueError("left_out must be 3 or less")
+        return self
+
+
+class TrimmedMean("""
+TABLE = "my_partition: its table"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("key", "old", "new", "said"),
     [
-        (("= options.samples", "= -1"), "has the count -1; allowed: 0 or more"),
+        (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
+        (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
         (
-            ("dtype=np.int64", "dtype=float"),
-            "is float64 (4, 10); it must be int64 [clients, classes], here (4, 10)",
+            PARTITION,
+            "np.int64",
+            "float",
+            f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes], here",
         ),
-        (("return counts", "return counts[1:]"), "is int64 (3, 10); it must be int64 [clients, classes]"),
-        (("= options.samples", "= 100"), "deals 200 samples of class 0; allowed: up to 178"),
-    ],
-)
-def test_a_table_that_cannot_be_dealt_is_refused(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str], change: tuple[str, str], said: str
-) -> None:
-    path = files["data.partition.path"]
-    path.write_text(HALVES.replace(*change))
-    line = refused(capsys, f"data.partition.path={path}")
-    assert f"data.partition.name=my_partition: its table {said}" in line
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+        (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),
+        (PARTITION, "options.samples", "100", f"{TABLE} deals 200 samples of class 0; allowed: up to 178"),
+        (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
+        (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be integers"),
         (
-            ("return arrays_of", "return (x, y) or arrays_of"),
-            "its read returned a tuple; return arrays_of(x, y, name)",
-        ),
-        (
-            ("return arrays_of(x, y,", "return arrays_of(x, y / 2,"),
-            "y has type float64; labels must be integers",
-        ),
-        (
-            ('return arrays_of(x, y, "stripes")', "return Arrays(x, y, 3, 255.0, (0.5,), (0.5,))"),
+            READER,
+            'arrays_of(x, y, "stripes")',
+            "Arrays(x, y, 3, 255.0, (0.5,), (0.5,))",
             "y holds labels 0..7, and num_classes is 3",
         ),
+        (
+            READER,
+            "of(x, y,",
+            "of(x[..., None], y,",
+            "stripes: x has shape (200, 1, 8, 8, 1); allowed: images [n, channels, height, width],",
+        ),
     ],
 )
-def test_a_reader_s_mistakes_are_told(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str], change: tuple[str, str], said: str
+def test_mistakes_inside_a_file_are_told(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str, old: str, new: str, said: str
 ) -> None:
-    path = files["data.reader"]
-    path.write_text(STRIPES.replace(*change))
-    assert said in refused(capsys, f"data.reader={path}")
+    assert old in FILES[key]
+    files[key].write_text(FILES[key].replace(old, new))
+    assert said in refused(capsys, f"{key}={files[key]}")
 
 
-def test_naming_the_source_that_a_file_reads_keeps_it(files: dict[str, Path], tmp_path: Path) -> None:
-    saved = tmp_path / "config.yaml"
-    saved.write_text(load_config(None, words(files)).yaml())
-    for words_ in (["data.source=my_data"], [f"data.reader={files['data.reader']}"]):
-        assert load_config(saved, words_).source_file["reader"] == str(files["data.reader"])
-    config = load_config(saved, ["data.reader=null", "data.partition.name=iid"])
-    assert (config.data.source, config.source_file) == ("digits", {})
-
-
-def test_images_of_another_shape_are_refused(
+def test_options_of_an_own_method_are_checked(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files["data.reader"].write_text(
-        STRIPES.replace("(200, 1, 8, 8)", "(200, 1, 1, 8, 8)").replace("x[np", "# x[np")
-    )
-    said = refused(capsys, f"data.reader={files['data.reader']}")
-    assert "stripes: x has shape (200, 1, 1, 8, 8); allowed: images [n, channels, height, width]," in said
+    path = files[METHOD]
+    text = TRIMMED.replace("import Field", "import Field, model_validator")
+    path.write_text(text.replace("\nclass TrimmedMean(", CHECK))
+    for given, said in (
+        ("method.left_out=-1", "method.left_out=-1 is invalid"),
+        ("method.left=1", "method.left=1 is an unknown key; the nearest known one is method.left_out"),
+        ("method.left_out=4", "hpcfl: error: method: left_out must be 3 or less"),
+    ):
+        assert said in refused(capsys, f"method.path={path}", given)
+    assert "method.code=abc is an unknown key" in refused(capsys, "method.name=fedavg", "method.code=abc")
+
+
+def test_annotations_are_what_they_are_to_python(files: dict[str, Path]) -> None:
+    path = files[METHOD]
+    text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
+    path.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")
+    assert load_config(None, [f"method.path={path}"]).method.name == "my_method"

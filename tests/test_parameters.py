@@ -22,79 +22,45 @@ def layout() -> ParameterLayout:
     return ParameterLayout(make_network(batchnorm=True))
 
 
-def test_size_is_the_number_of_trainable_numbers_and_statistics_are_apart(layout: ParameterLayout) -> None:
+def test_a_layout_is_contiguous_with_statistics_apart(layout: ParameterLayout) -> None:
     assert layout.size == 13_802 == sum(SIZES.values())
     assert layout.buffer_size == 2 * (16 + 32)
+    statistics = ("running_mean", "running_var")
     assert [slot.name for slot in layout.buffers] == [
-        "body.bn1.running_mean",
-        "body.bn1.running_var",
-        "body.bn2.running_mean",
-        "body.bn2.running_var",
+        f"body.bn{n}.{one}" for n in (1, 2) for one in statistics
     ]
-
-
-def test_offsets_are_contiguous_in_order_and_name_their_module(layout: ParameterLayout) -> None:
-    first = layout.parameters[0]
-    assert (first.name, first.shape, first.start, first.stop, first.module) == (
-        "body.conv1.weight",
-        (16, 1, 3, 3),
-        0,
-        144,
-        "conv1",
-    )
-    stops = [slot.stop for slot in layout.parameters]
-    assert [slot.start for slot in layout.parameters] == [0, *stops[:-1]]
-    last = layout.parameters[-1]
-    assert (last.name, last.start, last.stop, last.module) == ("head.fc2.bias", 13_792, 13_802, "fc2")
-
-
-def test_body_and_head_cut_the_vector_in_two(layout: ParameterLayout) -> None:
-    assert layout.body == slice(0, 13_152)
-    assert layout.head == slice(13_152, 13_802)
+    slots = layout.parameters
+    assert [slot.start for slot in slots] == [0, *(slot.stop for slot in slots[:-1])]
+    first, last = slots[0], slots[-1]
+    assert (first.name, first.module, first.stop) == ("body.conv1.weight", "conv1", 144)
+    assert first.shape == (16, 1, 3, 3)
+    assert (last.name, last.module, last.start) == ("head.fc2.bias", "fc2", 13_792)
+    assert (layout.body, layout.head) == (slice(0, 13_152), slice(13_152, 13_802))
 
 
 def test_a_layer_is_a_module(layout: ParameterLayout) -> None:
     layers = layout.layers()
     assert {layer.name: layer.size for layer in layers} == SIZES
     assert [layer.start for layer in layers] == [0, *(layer.stop for layer in layers[:-1])]
-    statistics = {layer.name: (layer.buffer_start, layer.buffer_stop) for layer in layers}
-    assert statistics == {
-        "conv1": (0, 0),
-        "bn1": (0, 32),
-        "conv2": (32, 32),
-        "bn2": (32, 96),
-        "fc1": (96, 96),
-        "fc2": (96, 96),
-    }
+    statistics = [(layer.buffer_start, layer.buffer_stop) for layer in layers]
+    assert statistics == [(0, 0), (0, 32), (32, 32), (32, 96), (96, 96), (96, 96)]
 
 
 def test_a_block_is_a_convolution_with_its_batchnorm(layout: ParameterLayout) -> None:
     layers = layout.layers("block")
-    assert [(layer.name, layer.size) for layer in layers] == [
-        ("conv1", 192),
-        ("conv2", 4704),
-        ("fc1", 8256),
-        ("fc2", 650),
-    ]
-    assert [(layer.buffer_start, layer.buffer_stop) for layer in layers] == [
-        (0, 32),
-        (32, 96),
-        (96, 96),
-        (96, 96),
-    ]
+    sizes = {"conv1": 192, "conv2": 4704, "fc1": 8256, "fc2": 650}
+    assert {layer.name: layer.size for layer in layers} == sizes
+    statistics = [(layer.buffer_start, layer.buffer_stop) for layer in layers]
+    assert statistics == [(0, 32), (32, 96), (96, 96), (96, 96)]
 
 
 def test_a_layer_can_be_a_tensor_and_batchnorms_weight_has_the_statistics(layout: ParameterLayout) -> None:
     layers = layout.layers("tensor")
     assert [layer.name for layer in layers][:4] == ["conv1.weight", "conv1.bias", "bn1.weight", "bn1.bias"]
-    assert len(layers) == 12
-    assert layers[-1].stop == layout.size
-    assert [layer.name for layer in layers if layer.buffer_stop > layer.buffer_start] == [
-        "bn1.weight",
-        "bn2.weight",
-    ]
-    assert layers[2].buffer_stop == 32
-    assert layers[-1].buffer_stop == layout.buffer_size
+    assert (len(layers), layers[-1].stop) == (12, layout.size)
+    with_statistics = [layer.name for layer in layers if layer.buffer_stop > layer.buffer_start]
+    assert with_statistics == ["bn1.weight", "bn2.weight"]
+    assert (layers[2].buffer_stop, layers[-1].buffer_stop) == (32, layout.buffer_size)
 
 
 def test_batchnorm_is_known_by_its_type_not_by_its_name() -> None:
@@ -148,9 +114,7 @@ def test_a_network_without_batchnorm_has_no_statistics() -> None:
 
 
 def test_a_choice_of_layers_spreads_over_their_numbers(layout: ParameterLayout) -> None:
-    keep = torch.tensor(
-        [[True, False, False, False, False, False], [False, False, False, False, False, True]]
-    )
+    keep = torch.eye(6, dtype=torch.bool)[[0, 5]]
     spread = columns(layout.layers(), keep)
     assert spread.shape == (2, 13_802)
     assert spread.sum(dim=1).tolist() == [160, 650]

@@ -20,7 +20,6 @@ from hpcfl.methods import pfedla
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report import content
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
-from hpcfl.report.page import labels_of
 from hpcfl.results.run import load_run
 
 TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
@@ -33,6 +32,17 @@ def data_of(page: Path) -> Any:
     )
     assert found is not None
     return json.loads(found[1])
+
+
+def reported(out: Path, *folders: Path) -> Any:
+    """Write the page of runs, and return its block of data."""
+    assert main(["report", *map(str, folders), "--out", str(out)]) == FINISHED
+    return data_of(out)
+
+
+def headline(run: Any, field: str) -> dict[str, Any]:
+    """Return one field of a run's figures, by their names."""
+    return {entry["name"]: entry[field] for entry in run["headline"]}
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
@@ -51,7 +61,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     # the name of SVG is no address
     assert "://" not in written.decode().replace("http://www.w3.org/2000/svg", "")
     (run,) = data_of(folder / "report.html")["runs"]
-    assert [entry["name"] for entry in run["headline"]][:3] == ["Mean accuracy", "Spread", "Worst tenth"]
+    assert list(headline(run, "text"))[:3] == ["Mean accuracy", "Spread", "Worst tenth"]
     assert run["layerBytes"]["layers"] == ["conv1", "conv2", "fc1", "fc2"]
     # 3 clients of 14 samples: one mini-batch of each, in each of 2 rounds
     assert run["curves"]["steps"] == [3, 6]
@@ -77,8 +87,7 @@ def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
     (folder / "clients.csv").unlink()
     metrics = folder / "metrics.csv"
     metrics.write_text(metrics.read_text() + "5,1.0,0.")
-    assert main(["report", str(folder)]) == FINISHED
-    (run,) = data_of(folder / "report.html")["runs"]
+    (run,) = reported(tmp_path / "page.html", folder)["runs"]
     assert (run["isFinished"], run["done"], len(run["clients"]["accuracy"])) == (False, 4, 5)
     assert run["clients"]["train_samples"] == [40] * 5
 
@@ -88,18 +97,13 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
     folder = make_run(tmp_path / "fedavg", rising(2, 5), ["method.name=fedavg"], unseen=unseen)
     for name in ("clients.csv", "checkpoint.h5"):
         (folder / name).unlink()
-    assert main(["report", str(folder)]) == FINISHED
-    (run,) = data_of(folder / "report.html")["runs"]
-    told = {entry["name"]: entry["remark"] for entry in run["headline"]}
+    (run,) = reported(tmp_path / "page.html", folder)["runs"]
+    told = headline(run, "remark")
     assert told["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
     assert "Worst tenth" not in told
     # beside a run that has it the column stands
     other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
-    assert main(["report", str(folder), str(other), "--out", str(tmp_path / "both.html")]) == FINISHED
-    both = [
-        {entry["name"]: entry["text"] for entry in one["headline"]}
-        for one in data_of(tmp_path / "both.html")["runs"]
-    ]
+    both = [headline(run, "text") for run in reported(tmp_path / "both.html", folder, other)["runs"]]
     assert [one["Worst tenth"] for one in both] == ["none", "54.00 %"]
     assert list(both[0]) == list(both[1])
 
@@ -107,22 +111,16 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
 def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None:
     seen, unseen = rising(3, 4), np.array([[0.1, 0.1], [0.2, 0.2], [0.25, 0.35]])
     folder = make_run(tmp_path / "fedavg", seen, ["method.name=fedavg"], unseen=unseen)
-    assert main(["report", str(folder)]) == FINISHED
-    (run,) = data_of(folder / "report.html")["runs"]
-    told = {entry["name"]: (entry["text"], entry["remark"]) for entry in run["headline"]}
+    (run,) = reported(tmp_path / "page.html", folder)["runs"]
+    told, remarks = headline(run, "text"), headline(run, "remark")
     # 0.9 times 0.6, 0.73, 0.87 and 1
-    assert told["Mean accuracy"] == ("72.00 %", "mean over 4 clients in training")
-    assert told["Worst tenth"][0] == "54.00 %"
-    assert told["Unseen clients"] == (
-        "30.00 %",
-        "mean over 2 clients with no part in training, spread 5.00 %",
-    )
+    assert (told["Mean accuracy"], remarks["Mean accuracy"]) == ("72.00 %", "mean over 4 clients in training")
+    assert (told["Worst tenth"], told["Unseen clients"]) == ("54.00 %", "30.00 %")
+    assert remarks["Unseen clients"] == "mean over 2 clients with no part in training, spread 5.00 %"
     assert (run["numUnseen"], run["clients"]["accuracy"][4:]) == (2, [0.25, 0.35])
     assert run["classes"]["shape"] == [6, 6]
-    assert (run["curves"]["accuracy_unseen"], run["curves"]["loss_unseen"]) == (
-        [0.1, 0.2, 0.3],
-        [0.9, 0.8, 0.7],
-    )
+    assert run["curves"]["accuracy_unseen"] == [0.1, 0.2, 0.3]
+    assert run["curves"]["loss_unseen"] == [0.9, 0.8, 0.7]
     # 10 steps a round
     assert run["curves"]["steps"] == [10, 20, 30]
     # a quantile over the four
@@ -131,15 +129,12 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     # the same from the checkpoint, while it goes on; and beside a run without such clients
     (folder / "clients.csv").unlink()
     other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
-    both = tmp_path / "both.html"
-    assert main(["report", str(folder), str(other), "--out", str(both)]) == FINISHED
-    going, other_run = data_of(both)["runs"]
-    assert {entry["name"]: (entry["text"], entry["remark"]) for entry in going["headline"]} == told
+    going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
+    assert (headline(going, "text"), headline(going, "remark")) == (told, remarks)
     assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
     assert going["clients"]["accuracy_after_training"][4:] == [None, None]
-    names = [[entry["name"] for entry in one["headline"]] for one in (going, other_run)]
-    assert names[0] == names[1]
-    assert [e["text"] for e in other_run["headline"] if e["name"] == "Unseen clients"] == ["none"]
+    assert list(headline(other_run, "text")) == list(told)
+    assert headline(other_run, "text")["Unseen clients"] == "none"
     assert "accuracy_unseen" not in other_run["curves"]
 
 
@@ -149,9 +144,7 @@ def test_metrics_are_means_over_clients_that_have_them(
     unseen = np.full((2, 2), 0.5)
     whole = make_run(tmp_path / "pfedla", rising(2, 4), unseen=unseen, added=metrics_of_runs(6))
     plain = make_run(tmp_path / "fedavg", rising(2, 4), ["method.name=fedavg"])
-    out = tmp_path / "both.html"
-    assert main(["report", str(whole), str(plain), "--out", str(out)]) == FINISHED
-    runs = data_of(out)["runs"]
+    runs = reported(tmp_path / "both.html", whole, plain)["runs"]
     first, second = ({entry["name"]: entry for entry in run["headline"]} for run in runs)
     assert list(first) == list(second)
     assert (first["Macro F1"]["text"], first["Macro F1"]["remark"]) == ("50.00 %", "mean over 4 clients")
@@ -159,22 +152,16 @@ def test_metrics_are_means_over_clients_that_have_them(
     assert (second["AUC"]["text"], second["AUC"]["value"], second["AUC"]["remark"]) == ("none", None, "")
     assert runs[0]["clients"]["auc"] == [None, *[0.75] * 5]
     assert (runs[0]["confusion"]["classes"], runs[1]["confusion"]) == (10, {})
-    assert "Macro F1" not in str(data_of_one(plain, tmp_path))
+    assert "Macro F1" not in str(reported(tmp_path / "one.html", plain))
     # of whole clients: 0 has one line, and the others two
     monkeypatch.setattr(content, "CONFUSION_LINES", 4)
-    (run,) = data_of_one(whole, tmp_path)["runs"]
+    (run,) = reported(tmp_path / "one.html", whole)["runs"]
     lines = np.frombuffer(base64.b64decode(run["confusion"]["lines"]), "<u4").reshape(-1, 4).tolist()
     assert lines[-3:] == [[1, 0, 9, 10], [2, 1, 1, 1], [2, 1, 9, 9]]
     assert run["notes"] == ["confusion matrices: 2 of 6 clients"]
     monkeypatch.setattr(content, "MAX_CLASSES", 9)
-    (run,) = data_of_one(whole, tmp_path)["runs"]
+    (run,) = reported(tmp_path / "one.html", whole)["runs"]
     assert (run["confusion"], run["notes"]) == ({}, ["no confusion matrix of 10 classes"])
-
-
-def data_of_one(folder: Path, out: Path) -> Any:
-    """Write the page of a run, and return its block of data."""
-    assert main(["report", str(folder), "--out", str(out / "one.html")]) == FINISHED
-    return data_of(out / "one.html")
 
 
 def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,20 +200,11 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert content["differing"]["keys"] == ["method.name", "run.seed"]
     assert content["notes"] == ["Clients of these runs hold different samples: data.seed differ."]
     both = tmp_path / "both.html"
-    words = [str(table / "fedavg-s0"), str(table / "local-s0"), str(table / "fedavg-s0")]
-    assert main(["report", *words, "--out", str(both)]) == FINISHED
-    assert len(data_of(both)["runs"]) == 2
-    assert data_of(both)["notes"] == []
+    of_two = reported(both, table / "fedavg-s0", table / "local-s0", table / "fedavg-s0")
+    assert ([run["label"] for run in of_two["runs"]], of_two["notes"]) == (["fedavg-s0", "local-s0"], [])
     # other numbers of the same samples
-    make_run(tmp_path / "raw", rising(3, 4), ["method.name=local", "data.normalise=none"])
-    words = [str(table / "local-s0"), str(tmp_path / "raw")]
-    assert main(["report", *words, "--out", str(both)]) == FINISHED
-    assert data_of(both)["notes"] == []
-
-
-def test_a_run_that_is_given_twice_is_called_the_same_twice(tmp_path: Path) -> None:
-    run = load_run(make_run(tmp_path / "fedavg", rising(1, 2), ["method.name=fedavg"]))
-    assert labels_of([run, run]) == ["fedavg", "fedavg"]
+    raw = make_run(tmp_path / "raw", rising(3, 4), ["method.name=local", "data.normalise=none"])
+    assert reported(both, table / "local-s0", raw)["notes"] == []
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,25 +283,18 @@ def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
     assert "'met' cannot be drawn" in refusal(capsys, folder)
 
 
-@pytest.mark.parametrize(
-    ("axes", "shape"),
-    [
-        (("client", "layer"), (4,)),
-        (("client",), (4, 4)),
-        (("client", "client"), (4, 3)),
-        (("client", "branch", "layer"), (4, 2, 3)),
-    ],
-)
-def test_axes_that_are_not_those_of_the_values_are_refused(
-    axes: tuple[str, ...], shape: tuple[int, ...]
-) -> None:
-    with pytest.raises(UserError, match=r"Diagnostic\('a'\)"):
-        Recorded(Diagnostic("a", axes, "", ""), np.zeros((2, *shape)), np.arange(2))
+def test_axes_that_are_not_those_of_the_values_are_refused() -> None:
+    for axes, shape in {
+        "client layer": (4,),
+        "client": (4, 4),
+        "client client": (4, 3),
+        "client branch layer": (4, 2, 3),
+    }.items():
+        with pytest.raises(UserError, match=r"Diagnostic\('a'\)"):
+            Recorded(Diagnostic("a", tuple(axes.split()), "", ""), np.zeros((2, *shape)), np.arange(2))
 
 
 def codes(picture: Any) -> list[int]:
-    import base64
-
     return list(base64.b64decode(picture["codes"]))
 
 
@@ -404,30 +375,25 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
             (some / "clients.csv").unlink()
         assert load_run(some).diverged.tolist() == [0, 3, 0, 0, 3, 0]
         page = tmp_path / "page.html"
-        assert main(["report", str(some), str(none), "--out", str(page)]) == FINISHED
-        runs = data_of(page)["runs"]
+        runs = reported(page, some, none)["runs"]
         assert [run["warnings"] for run in runs] == [[f"{told} (run.on_divergence)."], []]
-        figures = [{entry["name"]: entry["value"] for entry in run["headline"]} for run in runs]
-        assert [of_run["Diverged"] for of_run in figures] == [6, None]
+        assert [headline(run, "value")["Diverged"] for run in runs] == [6, None]
         assert f'<p class="warning">{told}' in page.read_text()
     # a page without such a run has no figure of it
-    assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
-    assert "Diverged" not in (tmp_path / "none.html").read_text()
+    assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 
 
 def test_lost_clients_and_the_simulated_clock_have_figures_and_a_curve(tmp_path: Path) -> None:
     keys = ["clients.drop_rate=0.5", "clients.step_s=1"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, lost=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    assert main(["report", str(some), str(none), "--out", str(tmp_path / "page.html")]) == FINISHED
-    runs = data_of(tmp_path / "page.html")["runs"]
-    figures = [{entry["name"]: (entry["text"], entry["value"]) for entry in run["headline"]} for run in runs]
-    assert [of_run["Lost"] for of_run in figures] == [("6", 6), ("none", None)]
-    assert [of_run["Simulated time"] for of_run in figures] == [("0:00:06", 6), ("none", None)]
+    runs = reported(tmp_path / "page.html", some, none)["runs"]
+    told, values = ([headline(run, field) for run in runs] for field in ("text", "value"))
+    assert [(text["Lost"], text["Simulated time"]) for text in told] == [("6", "0:00:06"), ("none", "none")]
+    assert [(value["Lost"], value["Simulated time"]) for value in values] == [(6, 6), (None, None)]
     assert runs[0]["curves"]["simulated"] == [2, 4, 6]
     assert "simulated" not in runs[1]["curves"]
     assert runs[0]["clients"]["lost"] == [0, 3, 0, 0, 3, 0]
-    assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
-    text = (tmp_path / "none.html").read_text()
-    assert "Simulated time" not in text
-    assert "Lost" not in text
+    assert not {"Simulated time", "Lost"} & {
+        *headline(reported(tmp_path / "none.html", none)["runs"][0], "text")
+    }

@@ -5,37 +5,27 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-from bits import run_here
+from made_runs import make_run
 
 import hpcfl
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.results.run import Run
 
-FEW = ["data.clients=4", "data.per_client=40", "train.rounds=1", "train.local_epochs=1"]
 
-
-def made(folder: Path, name: str, *settings: str) -> Run:
-    assert run_here(folder / name, [*FEW, *settings]) == FINISHED
-    return hpcfl.load_run(folder / name)
-
-
-def scored(run: Run, *accuracies: float) -> Run:
-    """Give a run's clients other accuracies."""
-    path = run.path / "clients.csv"
-    header, *rows = path.read_text().splitlines()
-    cells = [row.split(",") for row in rows]
-    lines = [",".join([c[0], str(a), *c[2:]]) for c, a in zip(cells, accuracies, strict=True)]
-    path.write_text("\n".join([header, *lines]) + "\n")
-    return hpcfl.load_run(run.path)
+def made(folder: Path, *settings: str, accuracies: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)) -> Run:
+    make_run(folder, np.array([accuracies]), ["method.name=fedavg", *settings])
+    return hpcfl.load_run(folder)
 
 
 def test_differences_intervals_and_keys_are_as_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = scored(made(tmp_path, "A-s0", "method.name=fedavg"), 0.5, 0.6, 0.7, 0.8)
-    other = scored(made(tmp_path, "B-s0", "method.name=local", "train.lr=0.1"), 0.4, 0.6, 0.5, 0.7)
+    local = ("method.name=local", "train.lr=0.1")
+    one = made(tmp_path / "A-s0")
+    other = made(tmp_path / "B-s0", *local, accuracies=(0.4, 0.6, 0.5, 0.7))
     found = hpcfl.compare(one, other)
     assert found.means == pytest.approx([0.65, 0.55])
     paired = found.difference()
@@ -45,20 +35,17 @@ def test_differences_intervals_and_keys_are_as_by_hand(
     assert paired.over_clients.count == 4
     assert dict(found.keys) == {"method.name": ("fedavg", "local"), "train.lr": (0.05, 0.1)}
     assert main(["compare", str(one.path), str(other.path)]) == FINISHED
-    text = capsys.readouterr().out
-    assert any(
-        line.split() == ["A-s0", "-", "B-s0", "+10.00", "±", "12.99", "4", "-", "1"]
-        for line in text.splitlines()
-    )
-    assert text.splitlines()[-2].split() == ["method.name", "fedavg", "local"]
-    assert "diverged" not in text
+    lines = capsys.readouterr().out.splitlines()
+    assert ["A-s0", "-", "B-s0", "+10.00", "±", "12.99", "4", "-", "1"] in [line.split() for line in lines]
+    assert lines[-2].split() == ["method.name", "fedavg", "local"]
+    assert "diverged" not in str(lines)
     other.clients["diverged"][1:] += 2
     header, *rows = (line.split() for line in str(hpcfl.compare(one, other)).splitlines()[:3])
     assert header[-2:] == ["scored", "diverged"]
     assert [row[-1] for row in rows] == ["0", "6"]
 
-    three = scored(made(tmp_path, "A-s1", "method.name=fedavg", "run.seed=1"), 0.5, 0.5, 0.5, 0.5)
-    four = scored(made(tmp_path, "B-s1", "method.name=local", "train.lr=0.1", "run.seed=1"), *[0.2] * 4)
+    three = made(tmp_path / "A-s1", "run.seed=1", accuracies=(0.5,) * 4)
+    four = made(tmp_path / "B-s1", *local, "run.seed=1", accuracies=(0.2,) * 4)
     both = hpcfl.compare(one, other, four, three)
     assert both.entries == ((one, three), (other, four))
     assert both.means == pytest.approx([0.575, 0.375])
@@ -74,47 +61,44 @@ def test_differences_intervals_and_keys_are_as_by_hand(
 
 def test_seeds_that_share_a_partition_are_told(tmp_path: Path) -> None:
     runs = [
-        made(tmp_path, f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", "data.seed=0")
+        made(tmp_path / f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", "data.seed=0")
         for name in ("fedavg", "local")
         for seed in (0, 1)
     ]
     assert "All seeds have one partition of the data: the interval over seeds" in str(hpcfl.compare(*runs))
 
 
-@pytest.mark.parametrize(
-    ("setting", "why"),
-    [
-        ("run.seed=1", r"data.seed: 0 there, 1 here"),
-        ("data.seed=2", r"data.seed: 0 there, 2 here"),
-        ("data.partition.classes_per_client=2", r"data.partition.classes_per_client: 4 there, 2 here"),
-        ("data.clients=3", r"data.clients: 4 there, 3 here"),
-        ("data.test_fraction=0.5", r"data.test_fraction: 0.3 there, 0.5 here"),
-    ],
-)
-def test_runs_of_other_samples_are_refused(
-    tmp_path: Path, setting: str, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, more in (("A", []), ("B", [setting])):
-        made(tmp_path, name, "method.name=fedavg", *more)
-    assert main(["compare", str(tmp_path / "A"), str(tmp_path / "B")]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot be compared: their clients have other samples ({why})" in line
+def test_runs_of_other_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "A")
+    for number, (settings, why) in enumerate(
+        [
+            (["run.seed=1"], "data.seed: 0 there, 1 here"),
+            (["data.seed=2"], "data.seed: 0 there, 2 here"),
+            (["data.partition.classes_per_client=2"], "data.partition.classes_per_client: 4 there, 2 here"),
+            (["data.clients=3"], "data.clients: 4 there, 3 here"),
+            (["data.test_fraction=0.5"], "data.test_fraction: 0.3 there, 0.5 here"),
+        ]
+    ):
+        made(tmp_path / f"B{number}", *settings)
+        assert main(["compare", str(tmp_path / "A"), str(tmp_path / f"B{number}")]) == BAD_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"cannot be compared: their clients have other samples ({why})" in line
 
 
 def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
-    one = made(tmp_path, "A", "method.name=fedavg", "data.seed=0")
-    other = made(tmp_path, "B", "method.name=fedavg", "data.seed=0", "data.normalise=half", "run.seed=5")
+    one = made(tmp_path / "A", "data.seed=0")
+    other = made(tmp_path / "B", "data.seed=0", "data.normalise=half", "run.seed=5")
     assert dict(hpcfl.compare(one, other).keys) == {"data.normalise": ("auto", "half"), "run.seed": (0, 5)}
     with pytest.raises(UserError, match="two runs or more"):
         hpcfl.compare(one)
 
 
 def test_other_seeds_and_the_same_folder_are_refused_with_what_to_type(tmp_path: Path) -> None:
-    one, two = (made(tmp_path, f"A-s{seed}", f"run.seed={seed}") for seed in (1, 2))
+    one, two = (made(tmp_path / f"A-s{seed}", f"run.seed={seed}") for seed in (1, 2))
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\); .* A-s1 B-s1 A-s2 B-s2$"):
         hpcfl.compare(one, two)
     with pytest.raises(UserError, match="a run is named twice; compare runs in two folders"):
         hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
-    dealt = [made(tmp_path, f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
+    dealt = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):
         hpcfl.compare(*dealt)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 from results_tables import overview
+from table_files import write_csv
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.formatting import as_text
@@ -44,19 +44,18 @@ claims:
 
 
 def difference(
-    first: str, second: str, moment: str, mean: float, *bounds: float, seeds: int
+    mean: float, *bounds: float, pair: tuple[str, str] = ("ours", "alone"), at: str = "", seeds: int = 3
 ) -> dict[str, Any]:
     low, high = bounds or ("", "")
-    return {
-        "first": first,
-        "second": second,
+    line: dict[str, Any] = {
+        "first": pair[0],
+        "second": pair[1],
         "column": "few",
-        "moment": moment,
         "difference": mean,
-        "over_seeds_low": low,
-        "over_seeds_high": high,
         "seeds": seeds,
     }
+    moment = at or "after download, after training"
+    return line | {"moment": moment, "over_seeds_low": low, "over_seeds_high": high}
 
 
 class Folder:
@@ -70,18 +69,15 @@ class Folder:
         (self.tables / "full.yaml").write_text(FULL)
         (self.tables / "small.yaml").write_text(SMALL)
 
-    def write(self, name: str, lines: list[dict[str, Any]]) -> None:
-        with (self.results / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+    def write(self, name: str, *lines: dict[str, Any]) -> None:
+        write_csv(self.results / name, lines)
 
     def result(self, name: str, label: str, *accuracies: float, rounds: int = 40) -> None:
         seeds = {f"accuracy_seed_{seed}": accuracy for seed, accuracy in enumerate(accuracies)}
         mean = sum(accuracies) / len(accuracies)
         line = {"label": label, "column": "few", "seeds": len(accuracies), "rounds": rounds}
         line |= {"scored": "after download", "accuracy_mean": mean, "accuracy_std_over_seeds": ""}
-        self.write(name, [line | seeds])
+        self.write(name, line | seeds)
 
     def said(self, text: str = CLAIMS) -> Path:
         path = self.claims / "paper.yaml"
@@ -113,25 +109,23 @@ def folder(tmp_path: Path) -> Folder:
 def test_the_verdict_follows_from_seeds_and_interval(
     folder: Folder, mean: float, bounds: tuple[float, ...], seeds: int, word: str, text: str
 ) -> None:
-    line = difference("ours", "alone", "after download, after training", mean, *bounds, seeds=seeds)
     folder.result("full.csv", "ours", *[0.6] * seeds)
-    folder.write("full_differences.csv", [line])
+    folder.write("full_differences.csv", difference(mean, *bounds, seeds=seeds))
     assert folder.words() == [("few", word, text), ("many", "not run", "")]
 
 
 def test_a_pair_that_the_table_compares_the_other_way_round_changes_its_sign(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
-    folder.write("full_differences.csv", [difference("mean", "ours", "", -0.2, -0.3, -0.1, seeds=3)])
+    folder.write("full_differences.csv", difference(-0.2, -0.3, -0.1, pair=("mean", "ours")))
     words = folder.words(CLAIMS.replace("above: alone", "above: mean"))
     assert words == [("few", "shown", "+20.0 [+10.0, +30.0]")]
 
 
 def test_moments_are_told_apart(folder: Folder) -> None:
-    own = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
-    trained = difference("ours", "alone", "after training", -0.01, seeds=1)
+    own, trained = difference(0.03, 0.02, 0.04), difference(-0.01, at="after training", seeds=1)
     folder.result("full.csv", "ours", 0.6)
     for lines in ([own, trained], [trained, own]):
-        folder.write("full_differences.csv", lines)
+        folder.write("full_differences.csv", *lines)
         assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
         at = CLAIMS.replace("above: alone", "above: alone, at: after_training, columns: [few]")
         assert folder.words(at) == [("few", "not shown", "-1.0")]
@@ -150,14 +144,11 @@ def test_a_number_may_be_the_other_side(folder: Folder) -> None:
 
 
 def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
-    table = folder.tables / "full.yaml"
-    table.write_text(
-        FULL.replace("  - [ours, alone]\n", "  - [ours, alone]\n  - {rows: [ours, alone], weighted: true}\n")
-    )
-    plain = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
-    weighted = difference("ours", "alone", "after download, after training", 0.05, 0.04, 0.06, seeds=3)
+    weighted = "  - {rows: [ours, alone], weighted: true}\n"
+    (folder.tables / "full.yaml").write_text(FULL + weighted)
     folder.result("full.csv", "ours", 0.6)
-    folder.write("full_differences.csv", [plain | {"weighted": 0}, weighted | {"weighted": 1}])
+    lines = [difference(0.03, 0.02, 0.04) | {"weighted": 0}, difference(0.05, 0.04, 0.06) | {"weighted": 1}]
+    folder.write("full_differences.csv", *lines)
     assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
     by_samples = CLAIMS.replace("above: alone", "above: alone, weighted: true")
     assert folder.words(by_samples)[0] == ("few", "shown", "+5.0 [+4.0, +6.0]")
@@ -168,62 +159,50 @@ def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the
 ) -> None:
     for rounds, mean in ((2, 0.01), (30, 0.02), (4, 0.03)):
         folder.result(f"small-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
-        line = difference("ours", "alone", "after download, after training", mean, seeds=1)
-        folder.write(f"small-{rounds}rounds_differences.csv", [line])
+        folder.write(f"small-{rounds}rounds_differences.csv", difference(mean, seeds=1))
     text = CLAIMS.replace("{table: full, row: ours,", "{table: small, row: ours, printed_rounds: 40,")
     claims = read_claims(folder.said(text))
-    assert [(v.rounds, v.text, v.table) for v in claims.by_claim[0] if v.seeds] == [
-        ("30 of 40", "+2.0", "small")
-    ]
+    of_run = [(v.rounds, v.text, v.table) for v in claims.by_claim[0] if v.seeds]
+    assert of_run == [("30 of 40", "+2.0", "small")]
     # a cell that is not run at full size has the smaller one
-    assert document(claims).grids[1].rows[0] == [
-        "ours",
-        "60.0, 1 seed, 30 of 40 rounds (61.43)",
-        "not run (70.00)",
-    ]
+    row = ["ours", "60.0, 1 seed, 30 of 40 rounds (61.43)", "not run (70.00)"]
+    assert document(claims).grids[1].rows[0] == row
 
 
 def test_a_cell_that_is_not_run_in_full_has_its_longest_shortened_run(folder: Folder) -> None:
-    moment = "after download, after training"
     folder.result("full.csv", "alone", 0.5)
-    folder.write(
-        "full_differences.csv", [difference("ours", "alone", moment, 0, seeds=0) | {"difference": ""}]
-    )
+    folder.write("full_differences.csv", difference(0, seeds=0) | {"difference": ""})
     for rounds, mean in ((30, 0.02), (4, 0.03)):
         folder.result(f"full-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
-        folder.write(
-            f"full-{rounds}rounds_differences.csv", [difference("ours", "alone", moment, mean, seeds=1)]
-        )
-    claims = read_claims(folder.said(CLAIMS))
+        folder.write(f"full-{rounds}rounds_differences.csv", difference(mean, seeds=1))
+    claims = read_claims(folder.said())
     assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
-    rows = document(claims).grids[1].rows
-    assert rows[0] == ["ours", "60.0, 1 seed, 30 of 40 rounds (61.43)", "not run (70.00)"]
-    assert rows[1] == ["alone", "50.0, 1 seed, 40 rounds", "not run"]
+    assert document(claims).grids[1].rows[:2] == [
+        ["ours", "60.0, 1 seed, 30 of 40 rounds (61.43)", "not run (70.00)"],
+        ["alone", "50.0, 1 seed, 40 rounds", "not run"],
+    ]
 
 
 def test_the_rounds_are_those_of_the_file_with_the_difference(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
     folder.result("full-30rounds.csv", "ours", 0.6, rounds=30)
-    line = difference("ours", "alone", "after download, after training", 0.02, seeds=1)
-    folder.write("full-30rounds_differences.csv", [line])
-    claims = read_claims(folder.said(CLAIMS))
+    folder.write("full-30rounds_differences.csv", difference(0.02, seeds=1))
+    claims = read_claims(folder.said())
     assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
 
 
 def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
-    line = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
-    folder.write("full_differences.csv", [line | {"partitions": 1}])
-    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0] of one partition")
-    folder.write("full_differences.csv", [line | {"partitions": 3}])
-    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
+    for partitions, told in ((1, " of one partition"), (3, "")):
+        folder.write("full_differences.csv", difference(0.03, 0.02, 0.04) | {"partitions": partitions})
+        assert folder.words()[0] == ("few", "shown", f"+3.0 [+2.0, +4.0]{told}")
 
 
 def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.result("full.csv", "ours", 0.6, 0.62)
-    folder.write("full_differences.csv", [difference("ours", "alone", "", 0.01, seeds=2)])
+    folder.write("full_differences.csv", difference(0.01, seeds=2))
     reason = "    reason: too few rounds\n    evidence: full.csv\n"
     path = folder.said(CLAIMS + reason)
     made = document(read_claims(path))
@@ -234,49 +213,35 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         ["alone", "not run", "not run"],
         ["mean", "not run", "-"],
     ]
-    assert overview([read_claims(path)]).rows == [
-        ["paper", "table 1", "it does better", "printed", "1 seen, 1 not run"]
-    ]
+    overall = ["paper", "table 1", "it does better", "printed", "1 seen, 1 not run"]
+    assert overview([read_claims(path)]).rows == [overall]
     assert main(["claims", str(path)]) == FINISHED
     assert capsys.readouterr().out == as_text(made) + "\n"
     assert main(["claims", str(path), "--markdown"]) == FINISHED
     assert "| ours - alone | few | seen | +1.0 |" in capsys.readouterr().out
 
 
+ABOVE = "above: alone"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            "row: ours",
-            "row: theirs",
-            "has no such pair; add {rows: [theirs, alone]} to",
-        ),
-        (
-            "above: alone",
-            "above: alone, columns: [none]",
-            "none is none of the columns in which ours and alone are compared; there are: few | many",
-        ),
-        ("above: alone", "above: alone, at: at_last", "'after_download' or 'after_training'"),
-        (
-            "above: alone",
-            "above: mean, columns: [many]",
-            "many is none of the columns in which ours and mean are compared; there are: few",
-        ),
+        ("row: ours", "row: theirs", "has no such pair; add {rows: [theirs, alone]} to"),
+        (ABOVE, f"{ABOVE}, columns: [none]", "in which ours and alone are compared; there are: few | many"),
+        (ABOVE, f"{ABOVE}, at: at_last", "'after_download' or 'after_training'"),
+        (ABOVE, "above: mean, columns: [many]", "in which ours and mean are compared; there are: few"),
         ("row: ours, above: alone", "row: mean, above: alone", "has no such pair; add"),
-        ("above: alone", "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
-        ("above: alone", "above: 60, at: after_training", "at and weighted go with other rows"),
-        ("above: alone", "above: 60, columns: [none]", "none is none of the columns; there are: few | many"),
+        (ABOVE, "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
+        (ABOVE, "above: 60, at: after_training", "at and weighted go with other rows"),
+        (ABOVE, "above: 60, columns: [none]", "none is none of the columns; there are: few | many"),
         ("row: ours, above: alone", "row: theirs, above: 60", "theirs is none of the rows; there are: ours"),
         ("{table: full", "{table: none", "there is no table file"),
         ("tables: [full]", "tables: [none]", "there is no table file"),
         ("    where: table 1\n", "", "claim 1: where is missing"),
-        ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
+        ("paper: A paper", "papers: 1\npaper: A paper", "papers is an unknown key; allowed: paper, tables"),
         ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
-        (
-            "    runs:",
-            "    reason: so\n    runs:",
-            "reason and evidence, the result file that it rests on, go",
-        ),
+        ("    runs:", "    reason: so\n    runs:", "reason and evidence, the result file that it rests on,"),
     ],
 )
 def test_a_claim_on_what_is_not_there_is_told_in_a_line(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import refused, refused_once_changed
+from table_files import refused, refused_once_changed
 
 from hpcfl.config.keys import GROUPS, flatten
 from hpcfl.errors import UserError
@@ -76,24 +76,15 @@ def flat(table: Table, row: str, column: str) -> dict[str, Any]:
 def test_columns_by_rows_by_seeds(folder: Path) -> None:
     table = Table(folder / "paper.yaml")
     assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
-    assert [(cell.name, cell.seed) for cell in table.cells[:8]] == [
-        ("ours, few", 3),
-        ("fedavg, few", 3),
-        ("local, few", 3),
-        ("ours, many", 3),
-        ("fedavg, many", 3),
-        ("ours, kept, k = 0", 3),
-        ("ours, kept, k = 2", 3),
-        ("ours, few", 5),
+    names = ["ours, few", "fedavg, few", "local, few", "ours, many", "fedavg, many"]
+    names += ["ours, kept, k = 0", "ours, kept, k = 2"]
+    assert [(cell.name, cell.seed) for cell in table.cells] == [
+        (name, seed) for seed in (3, 5) for name in names
     ]
-    assert len(table.cells) == 14
     assert table.cells[4].folder == Path("runs/paper/many/fedavg-s3")
     assert table.cells[-1].folder == Path("runs/paper/kept-k-2/ours-s5")
-    assert (table.title, table.source, table.size) == (
-        "A paper's table",
-        "table 1",
-        "small: 5 of 50 clients",
-    )
+    told = ("A paper's table", "table 1", "small: 5 of 50 clients")
+    assert (table.title, table.source, table.size) == told
     assert [row.published for row in table.rows] == [{"few": 61.43, "many": 73.0}, {}, {}]
     assert [row.tuned for row in table.rows] == [None, None, "train.lr of 0.1 and 0.3"]
 
@@ -166,15 +157,13 @@ def test_the_label_of_a_row_is_its_method_even_of_one_that_is_extended(folder: P
     assert flat(Table(other), "fedprox", "")["train.lr"] == 0.2
 
 
-def test_the_only_column_needs_no_label_for_its_published_number(folder: Path) -> None:
+def test_published_numbers_stand_in_the_order_of_the_columns_and_that_of_the_only_one_alone(
+    folder: Path,
+) -> None:
     path = folder / "one.yaml"
     path.write_text("title: t\nseeds: [0]\nrows: [{method: {name: local}, published: 59}]\n")
-    table = Table(path)
-    assert table.rows[0].published == {"": 59.0}
-    assert table.cells[0].folder == Path("runs/one/local-s0")
-
-
-def test_published_numbers_stand_in_the_order_of_the_columns(folder: Path) -> None:
+    assert Table(path).rows[0].published == {"": 59.0}
+    assert Table(path).cells[0].folder == Path("runs/one/local-s0")
     changed = PAPER.replace("{few: 61.43, many: 73}", "[61.43, null, 1, 2.5]")
     (folder / "paper.yaml").write_text(changed)
     row = Table(folder / "paper.yaml").rows[0]
@@ -201,14 +190,8 @@ def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: 
 
 
 def test_the_title_says_what_the_command_line_changes_but_not_where_the_data_lie(folder: Path) -> None:
-    where = [
-        "data.source=npz",
-        "data.path=x.npz",
-        "data.layout=NHWC",
-        "data.normalise=cifar10",
-        "data.root=d",
-    ]
-    silent = [*where, "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
+    where = ["data.source=npz", "data.path=x.npz", "data.layout=NHWC", "data.normalise=cifar10"]
+    silent = [*where, "data.root=d", "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
     assert Table(folder / "paper.yaml", silent).title == "A paper's table"
     changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50"]
     table = Table(folder / "paper.yaml", changed, seeds=[5])
@@ -239,46 +222,33 @@ def test_cells_are_chosen_by_labels_or_parts_of_them(folder: Path) -> None:
     assert chosen(path, columns=("many",)) == ["ours, many", "fedavg, many"]
     assert chosen(path, columns=("K = 2", "MA")) == ["ours, many", "fedavg, many", "ours, kept, k = 2"]
     assert chosen(path, rows=("avg",)) == ["fedavg, few", "fedavg, many"]
-    assert chosen(path, columns=("kept, k = 0", "few"), rows=("ours", "local")) == [
-        "ours, few",
-        "local, few",
-        "ours, kept, k = 0",
-    ]
+    of_both = ["ours, few", "local, few", "ours, kept, k = 0"]
+    assert chosen(path, columns=("kept, k = 0", "few"), rows=("ours", "local")) == of_both
+    # a whole label before those that it is a part of
+    path.write_text(PAPER.replace("label: ours", "label: fedavg+").replace("[ours", "[fedavg+"))
+    for row in ("fedavg", "FedAvg"):
+        assert chosen(path, rows=(row,)) == ["fedavg, few", "fedavg, many"]
 
 
-def test_a_whole_label_is_chosen_before_those_it_is_a_part_of(folder: Path) -> None:
-    (folder / "paper.yaml").write_text(
-        PAPER.replace("label: ours", "label: fedavg+").replace("[ours", "[fedavg+")
-    )
-    assert chosen(folder / "paper.yaml", rows=("fedavg",)) == ["fedavg, few", "fedavg, many"]
-    assert chosen(folder / "paper.yaml", rows=("FedAvg",)) == ["fedavg, few", "fedavg, many"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "said"),
-    [
+def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None:
+    path = folder / "paper.yaml"
+    for columns, rows, said in (
         (
-            {"in_columns": ["lots"]},
+            ["lots"],
+            [],
             "--column lots is none of the labels; there are: few | many | kept, k = 0 | kept, k = 2",
         ),
         (
-            {"in_columns": ["few", "kept"]},
+            ["few", "kept"],
+            [],
             "--column kept matches 2 labels: kept, k = 0 | kept, k = 2; give the whole label",
         ),
-        ({"in_rows": ["a"]}, "--row a matches 2 labels: fedavg | local; give the whole label"),
-    ],
-)
-def test_a_label_that_is_none_or_several_is_refused_with_labels(
-    folder: Path, choice: dict[str, list[str]], said: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        Table(folder / "paper.yaml", **choice)  # type: ignore[arg-type]
-    assert str(error.value) == said
-
-
-def test_rows_without_a_cell_in_the_columns_are_refused(folder: Path) -> None:
-    said = refused(folder / "paper.yaml", in_columns=["many"], in_rows=["local"])
-    assert said == ": the chosen rows have no cell in the chosen columns; choose others"
+        ([], ["a"], "--row a matches 2 labels: fedavg | local; give the whole label"),
+        (["many"], ["local"], f"{path}: the chosen rows have no cell in the chosen columns; choose others"),
+    ):
+        with pytest.raises(UserError) as error:
+            Table(path, in_columns=columns, in_rows=rows)
+        assert str(error.value) == said
 
 
 def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(folder: Path) -> None:
@@ -313,137 +283,53 @@ def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
     assert {cell.config.data.source for cell in table.cells} == {"digits"}
 
 
-MISTAKES: dict[str, tuple[str, str, str]] = {
-    "an unknown column": (
-        "published: {few:",
-        "published: {fev:",
-        ", row 1 (ours): published: fev is none of the columns; there are: few | many | kept, k = 0 | "
-        "kept, k = 2; did you mean few?",
-    ),
-    "a column left out that is none": (
-        "without: [many,",
-        "without: [lots,",
-        ", row 3 (local): without: lots is none of the columns",
-    ),
-    "published bytes that are none": (
-        "published: {few: 61.43, many: 73}",
-        "published_bytes: {few: -1}",
-        ", row 1 (ours), published_bytes: it must be numbers from 0 on, one for each column",
-    ),
-    "published bytes of an unknown column": (
-        "published: {few: 61.43, many: 73}",
-        "published_bytes: {fex: 1000}",
-        ", row 1 (ours): published_bytes: fex is none of the columns",
-    ),
-    "a published number of no column": (
-        "published: {few: 61.43, many: 73}",
-        "published: 61.43",
-        ", row 1 (ours): published: 1 given for 4 columns; give one a column, and null",
-    ),
-    "a negative number": (
-        "61.43",
-        "-61.43",
-        ", row 1 (ours), published: it must be numbers from 0 on, one for",
-    ),
-    "too few numbers": (
-        "{few: 61.43, many: 73}",
-        "[61.43, null, 73]",
-        ", row 1 (ours): published: 3 given for 4 columns; give one a column, and null where",
-    ),
-    "a column without a label": ("label: few, ", "", ", column 1: label is missing"),
-    "two columns of one name": (
-        "label: many",
-        "label: few",
-        ", column 2 (few): another column is called",
-    ),
-    "columns that make one folder": (
-        "  - {label: many,",
-        "  - {label: MANY, train: {lr: 7}}\n  - {label: many,",
-        ", row 1 (ours), column many, seed 3: ours, MANY makes the same folder; give it another label",
-    ),
-    "an unknown key of a column": (
-        "label: few, data",
-        "label: few, date",
-        ", column 1 (few): date is an unknown key; allowed: method, data,",
-    ),
-    "an unknown setting of a column": (
-        "{clients: 8}",
-        "{client: 8}",
-        ", row 1 (ours), column many: data.client=8 is an unknown key",
-    ),
-    "a value swept twice": (
-        "values: [0, 2]",
-        "values: [0, 0]",
-        ", column 3 (kept): another column is",
-    ),
-    "nothing swept": ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is invalid"),
-    "groups swept": (
-        "values: [0, 2]",
-        "values: [{k: 1}]",
-        ", column 3 (kept), sweep, value 1: it must be a number, true, false, text",
-    ),
-    "a sweep of an unknown key": (
-        "method.k, ",
-        "train.k, ",
-        ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key",
-    ),
-    "a sweep without a key": ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
-    "a sweep beside columns": (
-        "source: table 1",
-        "sweep: {key: train.lr, values: [1]}",
-        ": sweep stands in place of columns",
-    ),
-    "a pair with an unknown row": (
-        "[ours, fedavg]",
-        "[ours, fedavgs]",
-        ", compare ours with fedavgs: fedavgs is none of the rows; there are: ours | fedavg | local; did you "
-        "mean fedavg?",
-    ),
-    "a pair of one": ("[ours, fedavg]", "[ours]", ": compare 1=['ours'] is invalid"),
-    "a pair in an unknown column": (
-        "columns: [few]",
-        "columns: [fex]",
-        ", compare ours with local: fex is none of the columns",
-    ),
-    "a pair where one row has no cell": (
-        "columns: [few]",
-        "columns: [many]",
-        ", compare ours with local: its columns need a cell of both rows; allowed: few",
-    ),
-    "a pair that holds other samples": (
-        "train: {lr: 0.2}",
-        "data: {seed: 1}",
-        ", compare ours with fedavg, column few: their clients hold different samples",
-    ),
-    "a group that is a number": ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
-    "an unknown moment of a pair": (
-        "columns: [few]",
-        "at: after_lunch",
-        ", compare 2: at='after_lunch' is invalid: Input should be 'after_download' or 'after_training'",
-    ),
-    "an unknown quantity": (
-        "source: table 1",
-        "show: [accuracy, wurst_tenth]",
-        ": show 2='wurst_tenth' is invalid: wurst_tenth is none of the quantities; there are: accuracy |",
-    ),
-    "no such configuration file": (
-        "config: base.yaml",
-        "config: basis.yaml",
-        ", row 1 (ours), column few: cannot read",
-    ),
-    "a choice without a file to choose from": (
-        "  - [ours,",
-        "  - ours\n  - [ours,",
-        ": compare 1='ours' is invalid: Input should be",
-    ),
-    "a source of two lines": ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
-}
-"""By what is wrong: what of PAPER is replaced, by what, and what is said behind the file's name."""
+NUMBERS = "published: {few: 61.43, many: 73}"
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_told_with_its_place(folder: Path, what: str) -> None:
-    old, new, said = MISTAKES[what]
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "published: {few:",
+            "published: {fev:",
+            ", row 1 (ours): published: fev is none of the columns; there are: few | many | kept, k = 0 | "
+            "kept, k = 2; did you mean few?",
+        ),
+        ("without: [many,", "without: [lots,", ", row 3 (local): without: lots is none of the columns"),
+        (NUMBERS, "published_bytes: {few: -1}", ", row 1 (ours), published_bytes: it must be numbers from 0"),
+        (NUMBERS, "published_bytes: {fex: 1}", ", row 1 (ours): published_bytes: fex is none of the columns"),
+        (NUMBERS, "published: 61.43", ", row 1 (ours): published: 1 given for 4 columns; give one a column,"),
+        ("61.43", "-61.43", ", row 1 (ours), published: it must be numbers from 0 on, one for"),
+        (NUMBERS, "published: [61.43, null, 73]", ", row 1 (ours): published: 3 given for 4 columns;"),
+        ("label: few, ", "", ", column 1: label is missing"),
+        ("label: many", "label: few", ", column 2 (few): another column is called"),
+        (
+            "  - {label: many,",
+            "  - {label: MANY, train: {lr: 7}}\n  - {label: many,",
+            ", row 1 (ours), column many, seed 3: ours, MANY makes the same folder; give it another label",
+        ),
+        ("few, data", "few, date", ", column 1 (few): date is an unknown key; allowed: method, data,"),
+        ("{clients: 8}", "{client: 8}", ", row 1 (ours), column many: data.client=8 is an unknown key"),
+        ("values: [0, 2]", "values: [0, 0]", ", column 3 (kept): another column is"),
+        ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is invalid"),
+        ("[0, 2]", "[{k: 1}]", ", column 3 (kept), sweep, value 1: it must be a number, true, false, text"),
+        ("method.k, ", "train.k, ", ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key"),
+        ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
+        ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep stands in place of columns"),
+        ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: mean is none of the rows; there are: "),
+        ("[ours, fedavg]", "[ours]", ": compare 1=['ours'] is invalid"),
+        ("columns: [few]", "columns: [fex]", ", compare ours with local: fex is none of the columns"),
+        ("columns: [few]", "columns: [many]", ", compare ours with local: its columns need a cell of both"),
+        ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
+        ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
+        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: Input should be 'after_download'"),
+        ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: loss is none of the quantities;"),
+        ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
+        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: Input should be"),
+        ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(folder: Path, old: str, new: str, said: str) -> None:
     assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(said)
 
 
@@ -457,44 +343,43 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
     assert "data=5 " in refused(path)
 
 
-EXTENDING_MISTAKES: dict[str, tuple[str, str, str]] = {
-    "a column that is not there": (
-        '"kept, k = 2"',
-        '"kept, k = 3"',
-        ": kept, k = 3 is none of the columns; there are: few | many | kept, k = 0 | kept, k = 2; did",
-    ),
-    "a row that is not there": ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
-    "itself": ("paper.yaml", "evening.yaml", ": extends=evening.yaml leads back to this file"),
-    "a number published of a column not chosen": (
-        "method: {hyp",
-        "published: {many: 3}, method: {hyp",
-        ", row 2 (ours): published: many is none of the columns",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", EXTENDING_MISTAKES)
-def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> None:
-    old, new, said = EXTENDING_MISTAKES[what]
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"kept, k = 2"', "lots", ": lots is none of the columns; there are: few | many | kept, k = 0"),
+        ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
+        ("paper.yaml", "evening.yaml", ": extends=evening.yaml leads back to this file"),
+        (
+            "method: {hyp",
+            "published: {many: 3}, method: {hyp",
+            ", row 2 (ours): published: many is none of the",
+        ),
+    ],
+)
+def test_a_mistake_of_a_file_that_extends_another(folder: Path, old: str, new: str, said: str) -> None:
     assert refused_once_changed(folder / "evening.yaml", EXTENDING, old, new).startswith(said)
 
 
 # Help
 
 
-def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_fits_a_screen_and_its_example_is_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["table", "--help"])
-    example = re.search(r"^  columns: .*\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
+    text = capsys.readouterr().out
+    assert text.count("\n") < 40
+    assert max(map(len, text.splitlines())) <= 100
+    example = re.search(r"^  columns: .*\n(?:  .*\n)+", text, re.MULTILINE)
     assert example
     path = tmp_path / "example.yaml"
     path.write_text(f"title: t\nseeds: [0]\n{textwrap.dedent(example[0])}")
     table = Table(path)
     assert table.columns == ["many", "lr = 0.1", "lr = 0.2"]
     assert len(table.cells) == 5
-    assert [(pair.rows, pair.columns) for pair in table.compare] == [
-        (["pfedla", "alone"], ["many", "lr = 0.1"]),
-        (["pfedla", "alone"], ["many"]),
+    assert [(pair.columns, pair.at) for pair in table.compare] == [
+        (["many", "lr = 0.1"], None),
+        (["many"], "after_training"),
     ]
-    assert [pair.at for pair in table.compare] == [None, "after_training"]
     assert [row.tuned for row in table.rows] == ["train.lr of 0.1 and 0.2", None]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,24 +15,21 @@ import yaml
 from bits import tiny_settings, write_digits
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from processes import REPOSITORY, clean_environment
-from refusals import refused_once_changed
+from processes import REPOSITORY, run_tree
+from table_files import read_csv, refused_once_changed
 
 import hpcfl.storage.checkpoint
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
+from hpcfl.tables import drawing
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import evaluations, read_histories
-from hpcfl.tables.drawing import draw
-from hpcfl.tables.file import read_table
 from hpcfl.tables.write_results import write_from_histories
 
 TABLES = REPOSITORY / "configs" / "tables"
-FIGURE_FILES = [
-    path for path in sorted(TABLES.glob("*.yaml")) if "figure" in path.stem or "\nfigure:" in path.read_text()
-]
+FIGURE_FILES = [path for path in sorted(TABLES.glob("*.yaml")) if "\nfigure:" in path.read_text()]
 
 SMALL = {
     "data": {"layout": "NHWC", "subset_per_class": None, "per_client": 20, "test_fraction": 0.5},
@@ -79,7 +74,7 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
         data = {"source": "npz", "path": str(file), "normalise": "none"}
         columns.append({"label": cell.column, "data": data})
     tree: dict[str, Any] = {"extends": str(path), "seeds": [0], "settings": settings}
-    tree["rows"] = table.labels[:5]
+    tree["rows"] = table.labels[:2]
     if table.columns == [""]:
         settings["data"] |= columns[0]["data"]
     else:
@@ -89,11 +84,13 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
     return tiny
 
 
-def test_no_other_file_has_a_figure() -> None:
-    others = {*TABLES.glob("*.yaml")} - {*FIGURE_FILES}
-    assert [path for path in others if read_table(path)[-1].figure] == []
+@pytest.fixture
+def png_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare a test the same picture as PDF."""
+    monkeypatch.delitem(drawing.WITHOUT_CLOCK_AND_VERSION, "pdf")
 
 
+@pytest.mark.usefixtures("png_alone")
 @pytest.mark.parametrize("path", FIGURE_FILES, ids=lambda path: path.stem)
 def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
     tiny = shrunk(path, images, tmp_path)
@@ -102,7 +99,6 @@ def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], 
     assert names
     for name in names:
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5_000
-        assert (tmp_path / "out" / f"{name}.pdf").stat().st_size > 5_000
 
 
 # What is drawn
@@ -127,19 +123,25 @@ figure:
   - {draw: curves, client: 4}
   - {draw: bars}
   - {draw: points}
+  - {draw: heat_maps, quantity: retained_rounds, layers: [fc2, conv1]}
 """
-NAMES = [f"figure_{letter}" for letter in "abcdef"]
+TWO = """
+extends: toy.yaml
+figure: [{draw: heat_maps, quantity: alpha, layers: [conv1]}, {draw: curves}]
+"""
+FILES = [f"figure_{letter}.{ending}" for letter in "ab" for ending in ("png", "pdf")]
 SLUGS = ("gamma-0.9/heurpfedla-k-2", "gamma-0.5/heurpfedla-k-2")
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the toy's file and the settings of all its cells."""
+    """Return the file with two of the toy's drawings and the settings of all cells."""
     folder = tmp_path_factory.mktemp("words")
     write_digits(folder / "digits.npz")
     (folder / "toy.yaml").write_text(TOY)
+    (folder / "two.yaml").write_text(TWO)
     settings = tiny_settings(folder / "digits.npz")
-    return [str(folder / "toy.yaml"), *[word for word in settings if "lr_decay" not in word]]
+    return [str(folder / "two.yaml"), *[word for word in settings if "lr_decay" not in word]]
 
 
 @pytest.fixture(scope="module")
@@ -155,29 +157,15 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(words: list[str]) -> list[str]:
-    """Return words of the toy with two drawings."""
-    path = Path(words[0]).with_name("two.yaml")
-    figure = "[{draw: heat_maps, quantity: alpha, layers: [conv1]}, {draw: curves}]"
-    path.write_text(f"extends: toy.yaml\nfigure: {figure}\n")
-    return [str(path), *words[1:]]
-
-
-@pytest.fixture(scope="module")
 def toy(words: list[str], whole: Path) -> dict[str, Figure]:
-    return drawn(words, whole)
+    return drawn(words, whole, "toy.yaml")
 
 
-def drawn(words: list[str], folder: Path) -> dict[str, Figure]:
-    """Return the pictures of a table's figure by name."""
-    table = Table(Path(words[0]), words[1:], folder)
-    found = draw(table, read_results(table), read_histories(table))
+def drawn(words: list[str], folder: Path, file: str = "two.yaml") -> dict[str, Figure]:
+    """Return the pictures of a file's figure by name, of the cells in a folder."""
+    table = Table(Path(words[0]).with_name(file), words[1:], folder)
+    found = drawing.draw(table, read_results(table), read_histories(table))
     return {name: picture for name, picture in found if picture is not None}
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def alpha(folder: Path, seed: int = 0) -> np.ndarray:
@@ -230,11 +218,8 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path)
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
 
 
-def test_a_matrix_of_clients_by_layers_has_the_named_layers(words: list[str], whole: Path) -> None:
-    path = Path(words[0]).with_name("retained_rounds.yaml")
-    figure = "{draw: heat_maps, quantity: retained_rounds, layers: [fc2, conv1]}"
-    path.write_text(f"extends: toy.yaml\nfigure: {figure}\n")
-    first, _ = panels(drawn([str(path), *words[1:]], whole)["figure"])
+def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
+    first, _ = panels(toy["figure_g"])
     with h5py.File(f"{whole / SLUGS[0]}-s0/checkpoint.h5", "r") as file:
         retained = np.array(file["history/retained_rounds"])
     assert not np.array_equal(retained[-1][:, 5], retained[-1][:, 0])
@@ -242,25 +227,20 @@ def test_a_matrix_of_clients_by_layers_has_the_named_layers(words: list[str], wh
     assert [tick.get_text() for tick in first.get_xticklabels()] == ["fc2", "conv1"]
 
 
+@pytest.mark.usefixtures("png_alone")
 def test_of_too_many_weights_the_newest_are_drawn(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 1)
-    path = Path(words[0]).with_name("newest.yaml")
-    path.write_text(
-        "extends: toy.yaml\nseeds: [0]\n"
-        "figure: {draw: heat_maps, quantity: alpha, layers: [conv1], rounds: [first, last]}\n"
-    )
-    folder = tmp_path / "out"
-    assert main(["table", str(path), *words[1:], "--out", str(folder), "--quiet"]) == FINISHED
-    picture = drawn([str(path), *words[1:]], folder)["figure"]
-    for axes, slug in zip(panels(picture), SLUGS, strict=True):
-        with h5py.File(f"{folder / slug}-s0/checkpoint.h5") as file:
-            assert "alpha" not in file["history"]
-            weights = file["server/alpha"][:, 0]
-        assert np.array_equal(np.asarray(axes.images[0].get_array()), weights)
+    command = ["table", *words, "--out", str(tmp_path), "--quiet", "--seeds", "0"]
+    assert main([*command, "--row", "HeurpFedLA", "--column", "0.9"]) == FINISHED
+    picture = drawn(words, tmp_path, "toy.yaml")["figure_a"]
+    with h5py.File(f"{tmp_path / SLUGS[0]}-s0/checkpoint.h5") as file:
+        assert "alpha" not in file["history"]
+        weights = file["server/alpha"][:, 0]
+    assert np.array_equal(np.asarray(panels(picture)[0].images[0].get_array()), weights)
     assert "round 3, only the last evaluation: earlier ones are not stored" in texts(picture)
-    lines = [line for line in read_csv(folder / "diagnostics.csv") if line["quantity"] == "alpha"]
+    lines = [line for line in read_csv(tmp_path / "diagnostics.csv") if line["quantity"] == "alpha"]
     assert {line["round"] for line in lines} == {"3"}
 
 
@@ -339,7 +319,8 @@ def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
 
 
 def test_pictures_lie_beside_the_table_and_the_png_with_the_results(words: list[str], whole: Path) -> None:
-    for name in NAMES:
+    results = Path(words[0]).parent / "results"
+    for name in ("figure_a", "figure_b"):
         png, pdf = ((whole / f"{name}.{ending}").read_bytes() for ending in ("png", "pdf"))
         assert png.startswith(b"\x89PNG")
         assert len(png) < 150_000
@@ -348,8 +329,8 @@ def test_pictures_lie_beside_the_table_and_the_png_with_the_results(words: list[
         assert b"/FontFile2" in pdf
         assert b"/Type3" not in pdf
         assert b"Date" not in pdf
-        assert (Path(words[0]).parent / "results" / f"toy_{name}.png").read_bytes() == png
-    assert not list((Path(words[0]).parent / "results").glob("*.pdf"))
+        assert (results / f"two_{name}.png").read_bytes() == png
+    assert not list(results.glob("*.pdf"))
 
 
 def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
@@ -357,23 +338,22 @@ def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
 ) -> None:
     style = copied / "matplotlibrc"
     style.write_text("font.size: 30\npdf.fonttype: 3\nimage.cmap: jet\naxes.facecolor: red\n")
-    environment = clean_environment() | {"PYTHONHASHSEED": "7", "MATPLOTLIBRC": str(style)}
-    for name in NAMES:
-        (copied / f"{name}.pdf").unlink()
+    for name in FILES:
+        (copied / name).unlink()
     command = [sys.executable, "-m", "hpcfl.main", "table", *words, "--out", str(copied)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert f"drawn: {', '.join(f'{name}.{end}' for name in NAMES for end in ('png', 'pdf'))}\n" in done.stdout
-    for path in (f"{name}.{ending}" for name in NAMES for ending in ("png", "pdf")):
-        assert (copied / path).read_bytes() == (whole / path).read_bytes(), path
+    done = run_tree(command, env={"PYTHONHASHSEED": "7", "MATPLOTLIBRC": str(style)})
+    assert f"drawn: {', '.join(FILES)}\n" in done.stdout
+    for name in FILES:
+        assert (copied / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_what_is_not_finished_is_named_and_the_rest_drawn(
-    two: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(copied / f"{SLUGS[0]}-s0")
     shutil.rmtree(copied / f"{SLUGS[1]}-s0")
     shutil.rmtree(copied / f"{SLUGS[1]}-s1")
-    made = drawn(two, copied)
+    made = drawn(words, copied)
     # the map is now the other seed's
     assert np.array_equal(
         np.asarray(panels(made["figure_a"])[0].images[0].get_array()), alpha(copied / SLUGS[0], 1)[-1, :, 0]
@@ -383,16 +363,17 @@ def test_what_is_not_finished_is_named_and_the_rest_drawn(
         " missing: HeurpFedLA, k = 2, gamma = 0.9 (1 of 2 seeds); HeurpFedLA, k = 2, gamma = 0.5"
     )
     shutil.rmtree(copied / f"{SLUGS[0]}-s1")
-    table = Table(Path(two[0]), two[1:], copied)
+    table = Table(Path(words[0]), words[1:], copied)
     assert write_from_histories(table) == {"figure_a": [], "figure_b": ["figure_b.png", "figure_b.pdf"]}
     assert not list(copied.glob("figure_a*"))
     assert len(list(copied.glob("figure_b*"))) == 2
-    assert main(["table", *two, "--out", str(copied), "--part", "9/9"]) == FINISHED
+    assert main(["table", *words, "--out", str(copied), "--part", "9/9"]) == FINISHED
     assert "figure_a is not drawn: nothing that it shows is finished\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("png_alone")
 def test_each_checkpoint_is_verified_once(
-    two: list[str], copied: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verified = []
     original = hpcfl.storage.checkpoint.find_damage
@@ -402,16 +383,17 @@ def test_each_checkpoint_is_verified_once(
         return original(path)
 
     monkeypatch.setattr(hpcfl.storage.checkpoint, "find_damage", counting)
-    assert main(["table", *two, "--out", str(copied), "--quiet"]) == FINISHED
+    assert main(["table", *words, "--out", str(copied), "--quiet"]) == FINISHED
     # local training has nothing that is drawn or summed up
     assert sorted(verified) == sorted(copied.glob("*/heurpfedla*/checkpoint.h5"))
 
 
-def test_a_damaged_checkpoint_costs_its_own_cell_only(two: list[str], copied: Path) -> None:
+@pytest.mark.usefixtures("png_alone")
+def test_a_damaged_checkpoint_costs_its_own_cell_only(words: list[str], copied: Path) -> None:
     folder = copied / f"{SLUGS[0]}-s0"
     for name in ("checkpoint.h5", "checkpoint.prev.h5"):
         (folder / name).write_bytes(b"nothing")
-    table = Table(Path(two[0]), two[1:], copied)
+    table = Table(Path(words[0]), words[1:], copied)
     with pytest.warns(UserWarning, match="HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint"):
         pictures = write_from_histories(table)
     assert all(pictures.values())
@@ -423,6 +405,7 @@ def test_a_damaged_checkpoint_costs_its_own_cell_only(two: list[str], copied: Pa
     }
 
 
+@pytest.mark.usefixtures("png_alone")
 def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
     words: list[str], whole: Path, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -439,7 +422,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
     assert (out.splitlines()[0], err) == (f"6 of 6 cells are finished, in {copied}", "")
     assert "missing" not in out
     assert sorted(path for path in copied.rglob("*") if path.parent.parent.parent == copied) == before
-    for name in ("table.csv", "table.md", "figure_c.png", "figure_e.png", "figure_f.png"):
+    for name in ("table.csv", "table.md", "figure_b.png"):
         assert (copied / name).read_bytes() == (whole / name).read_bytes()
     diagnostics = read_csv(whole / "diagnostics.csv")
     left = [line for line in diagnostics if line["seed"] == "1"]
@@ -455,68 +438,35 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
 
 # Mistakes
 
-MISTAKES = {
-    "no draw": (
-        "{draw: bars}",
-        "{quantity: alpha}",
-        ", figure 5: draw is missing",
-    ),
-    "no quantity": (
-        "quantity: alpha, client: 2, ",
-        "",
-        ", figure 2: quantity is missing",
-    ),
-    "an unknown kind": (
-        "{draw: bars}",
-        "{draw: pie}",
-        ", figure 5: Input tag 'pie' found using 'draw' does not match any of the expected tags: 'heat_maps'",
-    ),
-    "an unknown key": (
-        "{draw: bars}",
-        "{draw: bars, acuracy: best}",
-        ", figure 5: acuracy is an unknown key; allowed: draw, accuracy; did you mean accuracy?",
-    ),
-    "an unknown value": (
-        "scale: log",
-        "scale: logg",
-        ", figure 2: scale='logg' is invalid: Input should be 'linear' or 'log'",
-    ),
-    "an unknown moment": ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
-    "nothing on a logarithmic scale": (
-        "low: 0.01",
-        "low: 0",
-        ", figure 2: low=0 is invalid: Input should be greater than 0",
-    ),
-    "a quantity that nobody keeps": (
-        "quantity: alpha, layers: [conv1, fc2], rounds",
-        "quantity: beta, layers: [conv1, fc2], rounds",
-        ", figure: quantity=beta is not a diagnostic with two or more axes of any row's method; allowed: "
-        "alpha, self_weight, retained_rounds",
-    ),
-    "an unknown column": (
-        "{gamma = 0.9: [",
-        "{gamma = 0.8: [",
-        ", figure: layers: gamma = 0.8 is none of the columns",
-    ),
-}
-"""By what is wrong: what of TOY is replaced, by what, and what is said behind the file's name."""
 
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_told_with_its_place(what: str, tmp_path: Path) -> None:
-    old, new, said = MISTAKES[what]
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
+        ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
+        ("{draw: bars}", "{draw: pie}", ", figure 5: Input tag 'pie' found using 'draw' does not match any"),
+        ("bars}", "bars, acuracy: best}", ", figure 5: acuracy is an unknown key; allowed: draw, accuracy;"),
+        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: Input should be 'linear'"),
+        ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
+        ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: Input should be greater than 0"),
+        (
+            "alpha, layers: [conv1, fc2], rounds",
+            "beta, layers: [conv1, fc2], rounds",
+            ", figure: quantity=beta is not a diagnostic with two or more axes of any row's method; allowed: "
+            "alpha, self_weight, retained_rounds",
+        ),
+        ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: gamma = 0.8 is none of the columns"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_path: Path) -> None:
     assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(said)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            "[fc2, conv1]",
-            "[fc3]",
-            ", figure, column gamma = 0.9: fc3 is none of the layers; there are: conv1 | bn1 |",
-        ),
-        ("client: 4", "client: 7", ", figure, column gamma = 0.9: client=7 is invalid; give 0 to 6"),
+        ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "fc3 is none of the layers; there are: conv1 | bn1 |"),
+        ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
     ],
 )
 def test_layers_and_clients_that_are_not_there_are_told_when_the_figure_is_drawn(
@@ -525,14 +475,14 @@ def test_layers_and_clients_that_are_not_there_are_told_when_the_figure_is_drawn
     path = copied.parent / "toy.yaml"
     path.write_text(TOY.replace(old, new))
     assert main(["table", str(path), *words[1:], "--out", str(copied), "--quiet"]) == BAD_INPUT
-    assert f"{path}{said}" in capsys.readouterr().err
+    assert f"{path}, figure, column gamma = 0.9: {said}" in capsys.readouterr().err
 
 
 def test_a_file_inherits_a_figure_without_the_columns_that_it_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "toy.yaml").write_text(TOY)
     path = tmp_path / "less.yaml"
     path.write_text("extends: toy.yaml\ncolumns: [gamma = 0.5]\n")
-    kept = Table(path).drawings
-    assert [one.draw for one in kept] == ["heat_maps", "heat_maps", "curves", "curves", "bars", "points"]
+    kept, whole = (Table(file).drawings for file in (path, tmp_path / "toy.yaml"))
+    assert [one.draw for one in kept] == [one.draw for one in whole]
     path.write_text("extends: toy.yaml\nfigure: []\n")
     assert Table(path).drawings == []

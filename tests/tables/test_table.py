@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
 import shutil
 import signal
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -22,7 +20,8 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from processes import REPOSITORY, Mpirun, run_tree
+from processes import REPOSITORY, Mpirun, forked
+from table_files import read_csv
 
 from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError, UserError
@@ -85,8 +84,31 @@ def copied(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "out"))
 
 
+@pytest.fixture
+def half(copied: Path) -> Path:
+    """Return a copy of the table's folder without its first and last cell."""
+    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
+        shutil.rmtree(copied / name)
+    return copied
+
+
 def table(folder: Path, *words: str) -> int:
     return main(["table", *words, "--out", str(folder)])
+
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """Return what runs a table to its end in a folder, and returns what that prints."""
+
+    def run(folder: Path, *words: str) -> str:
+        capsys.readouterr()
+        assert table(folder, *words) == FINISHED
+        return capsys.readouterr().out
+
+    return run
 
 
 def changed(words: list[str]) -> str:
@@ -95,19 +117,12 @@ def changed(words: list[str]) -> str:
 
 
 def begun(out: str) -> list[int]:
-    """Return the numbers of the cells that a table of four has run."""
-    return [int(number) for number in re.findall(r"^cell (\d)/4:", out, re.MULTILINE)]
+    """Return the numbers of the cells that a table has run."""
+    return [int(number) for number in re.findall(r"^cell (\d)/\d:", out, re.MULTILINE)]
 
 
 def figures(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of table.csv."""
-    with (folder / "table.csv").open(newline="") as lines:
-        return list(csv.DictReader(lines))
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as lines:
-        return list(csv.DictReader(lines))
+    return read_csv(folder / "table.csv")
 
 
 def files(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -135,8 +150,8 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> st
 
 def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in whole.iterdir()) == sorted([*ALONE, *OUTPUTS])
-    for name, settings in ALONE.items():
-        assert run_here(tmp_path / name, [*words[1:], "run.eval_every=2", *settings]) == FINISHED
+    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
+        assert run_here(tmp_path / name, [*words[1:], "run.eval_every=2", *ALONE[name]]) == FINISHED
         assert not differing(whole / name, tmp_path / name)
         trees = [yaml.safe_load((base / name / "config.yaml").read_text()) for base in (whole, tmp_path)]
         environments = [tree.pop(ENVIRONMENT) for tree in trees]
@@ -150,17 +165,13 @@ def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
     assert [row["label"] for row in rows] == ["fedavg", "HeurpFedLA, k = 2"]
     assert [row["tuned"] for row in rows] == ["", "train.lr of 0.05, 0.1"]
     for row, (slug, cohort) in zip(rows, COHORTS.items(), strict=True):
-        metrics = [rows_of(whole / f"{slug}-s{seed}" / "metrics.csv") for seed in (0, 1)]
+        metrics = [read_csv(whole / f"{slug}-s{seed}" / "metrics.csv") for seed in (0, 1)]
         last = {name: np.array([float(lines[-1][name]) for lines in metrics]) for name in metrics[0][0]}
         assert [len(lines) for lines in metrics] == [2, 2]
         assert float(row["accuracy_mean"]) == pytest.approx(last["accuracy_mean"].mean())
-        assert float(row["accuracy_std_over_seeds"]) == pytest.approx(np.ptp(last["accuracy_mean"]) / 2**0.5)
         assert (row["seeds"], row["missing_seeds"]) == ("2", "0")
         assert (row["rounds"], row["eval_split"]) == (str(ROUNDS), "test")
         assert float(row["wall_s"]) == pytest.approx(last["wall_s"].mean())
-        speeds = [[float(line["client_steps_per_s"]) for line in lines] for lines in metrics]
-        expected = np.mean([2 / (1 / first + 1 / second) for first, second in speeds])
-        assert float(row["client_steps_per_s"]) == pytest.approx(expected)
         for way in ("down", "up"):
             counted = [count_bytes(whole / f"{slug}-s{seed}", way) for seed in (0, 1)]
             mean = np.mean(counted, axis=0) / (ROUNDS * cohort)
@@ -170,13 +181,13 @@ def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
 
 def count_bytes(folder: Path, way: str) -> tuple[int, int]:
     """Return a run's bytes of trainable numbers, and of anything else, from bytes.csv."""
-    lines = [line for line in rows_of(folder / "bytes.csv") if line["direction"] == way]
+    lines = [line for line in read_csv(folder / "bytes.csv") if line["direction"] == way]
     other = sum(int(line["bytes"]) for line in lines if line["layer"].startswith("("))
     return sum(int(line["bytes"]) for line in lines) - other, other
 
 
 def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
-    lines = rows_of(whole / "diagnostics.csv")
+    lines = read_csv(whole / "diagnostics.csv")
     # evaluations after rounds 2 and 3
     kinds = {(line["label"], line["seed"], line["round"], line["quantity"]) for line in lines}
     label, rounds = "HeurpFedLA, k = 2", ("2", "3")
@@ -207,7 +218,7 @@ def test_rows_of_other_lengths_say_so(
     assert (first[-1], second[-2]) == ("30", "4")
 
 
-def test_a_row_overrides_the_settings_and_the_command_line_what_no_row_sets(tmp_path: Path) -> None:
+def test_options_go_with_their_kind_and_what_a_row_sets_the_command_line_does_not(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         """
@@ -216,29 +227,20 @@ def test_a_row_overrides_the_settings_and_the_command_line_what_no_row_sets(tmp_
         settings:
           method: {name: heurpfedla, k: 2, hypernetwork_lr: 0.5}
           data: {partition: {name: dirichlet, beta: 0.3}}
-          train: {lr: 0.2, rounds: 9}
         rows:
           - {}
-          - {label: no k, method: {name: pfedla}, train: {rounds: 8}}
+          - {label: no k, method: {name: pfedla}}
           - {method: {name: fedavg}, data: {partition: {name: classes}}, train: {lr: 0.4}}
         """
     )
-    read = Table(path, ["train.momentum=0.9", "data.clients=5"])
-    trees = [cell.config.tree() for cell in read.cells]
-    assert [cell.folder for cell in read.cells] == [
-        Path("runs/mine") / name for name in ("heurpfedla-s4", "no-k-s4", "fedavg-s4")
-    ]
-    assert [tree["method"]["name"] for tree in trees] == ["heurpfedla", "pfedla", "fedavg"]
-    assert (trees[0]["method"]["k"], trees[0]["method"]["hypernetwork_lr"]) == (2, 0.5)
-    assert trees[1]["method"]["hypernetwork_lr"] == 0.5
-    assert [tree["data"]["partition"]["name"] for tree in trees] == ["dirichlet", "dirichlet", "classes"]
-    assert [(tree["train"]["rounds"], tree["train"]["lr"]) for tree in trees] == [
-        (9, 0.2),
-        (8, 0.2),
-        (9, 0.4),
-    ]
-    assert {tree["train"]["momentum"] for tree in trees} == {0.9}
-    assert {(tree["run"]["seed"], tree["data"]["clients"]) for tree in trees} == {(4, 5)}
+    read = Table(path)
+    folders = [Path("runs/mine") / name for name in ("heurpfedla-s4", "no-k-s4", "fedavg-s4")]
+    assert [cell.folder for cell in read.cells] == folders
+    first, second, third = (cell.config.tree() for cell in read.cells)
+    assert (first["method"]["k"], first["method"]["hypernetwork_lr"]) == (2, 0.5)
+    assert (second["method"]["name"], second["method"]["hypernetwork_lr"]) == ("pfedla", 0.5)
+    assert third["method"] == {"name": "fedavg"}
+    assert [tree["data"]["partition"].get("beta") for tree in (first, second, third)] == [0.3, 0.3, None]
     for word, row in (("train.lr=0.3", "3 (fedavg)"), ("method.name=local", "2 (no k)")):
         key = word.partition("=")[0]
         with pytest.raises(UserError) as refused:
@@ -261,20 +263,16 @@ compare: [[fedavg, local]]
 
 
 def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, told: Told
 ) -> None:
     path = tmp_path / "columns.yaml"
     path.write_text(COLUMNS_BY_ROWS)
     options = ["--rounds", "2", "--write-results"]
-    assert table(tmp_path / "out", str(path), *words[1:], *options) == FINISHED
-    out = capsys.readouterr().out
-    assert [line.partition("  time")[0] for line in out.splitlines() if line.startswith("cell ")] == [
-        "cell 1/6: fedavg, all seed 0",
-        "cell 2/6: fedavg, A half! seed 0",
-        "cell 3/6: local, A half! seed 0",
-        "cell 4/6: fedavg, all seed 1",
-        "cell 5/6: fedavg, A half! seed 1",
-        "cell 6/6: local, A half! seed 1",
+    out = told(tmp_path / "out", str(path), *words[1:], *options)
+    names = ("fedavg, all", "fedavg, A half!", "local, A half!")
+    assert re.findall(r"^cell (\d/6: \w+, .*? seed \d)", out, re.MULTILINE) == [
+        f"{number}/6: {name} seed {seed}"
+        for number, (seed, name) in enumerate(product((0, 1), names), start=1)
     ]
     assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(words)})\n" in out
     alone = [*words[1:], *FEDAVG, "train.participation=0.5", "train.rounds=2", "run.seed=1"]
@@ -282,15 +280,9 @@ def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
     assert not differing(tmp_path / "alone", tmp_path / "out" / "a-half" / "fedavg-s1")
     results = tmp_path / "results" / "columns-2rounds.csv"
     assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
-    assert [(row["label"], row["column"]) for row in rows_of(results)] == [
-        ("fedavg", "all"),
-        ("fedavg", "A half!"),
-        ("local", "A half!"),
-    ]
-    differences = rows_of(tmp_path / "out" / "differences.csv")
-    assert [(row["column"], row["seeds"], row["clients_and_seeds"]) for row in differences] == [
-        ("A half!", "2", "14")
-    ]
+    assert [f"{row['label']}, {row['column']}" for row in read_csv(results)] == list(names)
+    [line] = read_csv(tmp_path / "out" / "differences.csv")
+    assert (line["column"], line["seeds"], line["clients_and_seeds"]) == ("A half!", "2", "14")
 
 
 # Chosen cells, and columns without data
@@ -324,17 +316,15 @@ def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     path, folder = tmp_path / "columns.yaml", tmp_path / "out"
     path.write_text(COLUMNS_BY_ROWS)
     own = [str(path), *words[1:], "train.rounds=1"]
-    assert table(folder, *own, "--column", "half", "--row", "local", "--part", "2/2") == FINISHED
-    out = capsys.readouterr().out
+    out = told(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
     assert out.startswith(f"0 of 1 cells are finished, in {folder}\n")
-    assert [line for line in out.splitlines() if line.startswith("cell ")] == [
-        "cell 2/2: local, A half! seed 1"
-    ]
+    assert begun(out) == [2]
+    assert "\ncell 2/2: local, A half! seed 1\n" in out
     assert "1 of 2 cells are missing\n" in out
     assert out.splitlines()[-1] == PARTS_LEFT
     # a column of which nothing is finished is in the overview only
@@ -346,54 +336,42 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     advice = "File exists; make it writable, or copy the table file elsewhere"
     assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in capsys.readouterr().err
     (tmp_path / "results").unlink()
-    assert table(folder, *own, "--no-run", "--write-results") == FINISHED
-    out = capsys.readouterr().out
+    out = told(folder, *own, "--no-run", "--write-results")
     assert "\ncell " not in out
     assert "missing" in out
     assert files(folder) == files_before
-    results = rows_of(tmp_path / "results" / "columns.csv")
+    results = read_csv(tmp_path / "results" / "columns.csv")
     assert [row["seeds"] for row in results] == ["0", "0", "1"]
-    assert table(folder, *own, "--column", "all", "--write-results") == FINISHED
-    out = capsys.readouterr().out
-    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 1/2:", "cell 2/2:"]
+    out = told(folder, *own, "--column", "all", "--write-results")
+    assert begun(out) == [1, 2]
     assert "cells are missing" not in out
     found = accuracies(folder)
     assert all(found["fedavg", "all"])
     # what was finished before is not lost, and what was not chosen is missing
     assert found["local", "A half!"] == before["local", "A half!"] != ("", "")
     assert found["fedavg", "A half!"] == ("", "")
-    results = rows_of(tmp_path / "results" / "columns.csv")
-    assert [(row["label"], row["column"], row["seeds"]) for row in results] == [
-        ("fedavg", "all", "2"),
-        ("fedavg", "A half!", "0"),
-        ("local", "A half!", "1"),
-    ]
+    results = read_csv(tmp_path / "results" / "columns.csv")
+    assert [row["seeds"] for row in results] == ["2", "0", "1"]
 
 
 def test_a_column_without_data_is_skipped_and_told(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    of_two: tuple[list[str], list[str]], tmp_path: Path, told: Told
 ) -> None:
     words, _ = of_two
     folder = tmp_path / "out"
-    assert table(folder, *words, "--plan") == FINISHED
-    planned = capsys.readouterr().out
-    assert table(folder, *words, "--row", "fedavg") == FINISHED
-    run = capsys.readouterr().out
+    planned = told(folder, *words, "--plan")
+    run = told(folder, *words, "--row", "fedavg")
     reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
     assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
     assert "4 cells, " in planned
     assert run.splitlines()[0] == f"0 of 4 cells are finished, in {folder}"
     assert run.splitlines()[1].startswith(f"photos, all: {reason}")
-    assert re.findall(r"^cell (\d/\d: \w+, \w+, all seed \d)", run, re.MULTILINE) == [
-        "1/4: fedavg, digits, all seed 0",
-        "3/4: fedavg, digits, all seed 1",
-    ]
+    assert begun(run) == [1, 3]
+    assert "\ncell 3/4: fedavg, digits, all seed 1" in run
     assert "2 of 4 cells are missing\n" in run
     assert "--part" not in run
     assert f"\nphotos, all: {reason}" in (folder / "table.md").read_text()
-    assert {line["column"]: line["seeds"] for line in rows_of(folder / "differences.csv")} == dict.fromkeys(
-        ("digits, all", "photos, all"), "0"
-    )
+    assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["0", "0"]
 
 
 def test_without_any_column_with_data_it_is_an_error(
@@ -406,7 +384,7 @@ def test_without_any_column_with_data_it_is_an_error(
 
 
 def test_the_file_of_a_column_s_data_is_named_for_it_alone(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     words, file = of_two
     folder = tmp_path / "out"
@@ -422,17 +400,15 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
     assert accuracies(folder)["local", "photos, all"] == of_photos != ("", "")
     shutil.rmtree(folder / "photos-all" / "local-s1")
     before = files(folder / "digits-all")
-    capsys.readouterr()
     # a cell that is not finished needs the file again
-    assert table(folder, *words) == FINISHED
-    out = capsys.readouterr().out
+    out = told(folder, *words)
     assert out.startswith("7 of 8 cells are finished")
     assert "photos, all: not run: cifar10 is not in" in out
     assert accuracies(folder)["local", "photos, all"] == (of_photos[0], "")
     assert table(folder, *words, *file, "--column", "photos", "--quiet") == FINISHED
     assert accuracies(folder)["local", "photos, all"] == of_photos
     assert files(folder / "digits-all") == before
-    assert [line["seeds"] for line in rows_of(folder / "differences.csv")] == ["2", "2"]
+    assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["2", "2"]
     # another file is another run
     other = [file[0], f"{file[1]}.other", *file[2:]]
     assert "data.path" in refused(capsys, folder, *words, *other, "--column", "photos")
@@ -454,13 +430,10 @@ def test_the_same_command_again_does_nothing(
     assert "missing" not in out
 
 
-def test_two_parts_make_the_whole(
-    words: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
     folder = tmp_path / "out"
-    assert table(folder, *words, "--part", "1/2") == FINISHED
-    out = capsys.readouterr().out
-    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 1/4:", "cell 3/4:"]
+    out = told(folder, *words, "--part", "1/2")
+    assert begun(out) == [1, 3]
     assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
     markdown = (folder / "table.md").read_text()
     assert (
@@ -471,26 +444,25 @@ def test_two_parts_make_the_whole(
     assert out.splitlines()[-1] == PARTS_LEFT
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
-    assert table(folder, *words, "--part=2/2") == FINISHED
-    out = capsys.readouterr().out
+    out = told(folder, *words, "--part=2/2")
     assert "missing" not in out
-    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 2/4:", "cell 4/4:"]
+    assert begun(out) == [2, 4]
     assert before.items() <= files(folder).items()
     assert [row | SPEEDS for row in figures(folder)] == [row | SPEEDS for row in figures(whole)]
-    for name in ALONE:
-        assert not differing(whole / name, folder / name)
 
 
 def test_parts_run_at_the_same_time(words: list[str], whole: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpcfl.main", "table", *words, "--quiet", "--out", str(tmp_path / "out")]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda part: run_tree([*command, "--part", part], timeout=400), ("1/2", "2/2")))
-    before = files(tmp_path / "out")
-    assert table(tmp_path / "out", *words) == FINISHED
-    assert files(tmp_path / "out") == before
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*ALONE, *OUTPUTS])
+    def start(part: str) -> int:
+        return forked(lambda: table(tmp_path, *words, "--quiet", "--part", part))
+
+    children = [start("1/2"), start("2/2")]
+    assert [os.waitpid(child, 0)[1] for child in children] == [FINISHED] * 2
+    before = files(tmp_path)
+    assert table(tmp_path, *words) == FINISHED
+    assert files(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*ALONE, *OUTPUTS])
     for name in ALONE:
-        assert not differing(whole / name, tmp_path / "out" / name)
+        assert not differing(whole / name, tmp_path / name)
 
 
 def test_a_cell_that_fails_does_not_lose_the_others(
@@ -517,17 +489,20 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
 
 
+def raising(monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
+    """Let each run of FedAvg end with a fault in its first round."""
+
+    def raise_it(*arguments: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(METHODS["fedavg"], "aggregate", raise_it)
+
+
 def test_a_cell_without_memory_does_not_lose_the_others(
-    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
-        shutil.rmtree(copied / name)
-
-    def needs_more(*arguments: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(METHODS["fedavg"], "aggregate", needs_more)
-    assert table(copied, *words) == OUT_OF_MEMORY
+    raising(monkeypatch, MemoryError())
+    assert table(half, *words) == OUT_OF_MEMORY
     out, err = capsys.readouterr()
     assert begun(out) == [1, 4]
     assert "1 of 4 cells are missing\n" in out
@@ -535,48 +510,34 @@ def test_a_cell_without_memory_does_not_lose_the_others(
 
 
 def test_a_cell_whose_run_died_is_tried_after_the_others(
-    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], half: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
-    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
-        shutil.rmtree(copied / name)
-
-    def dies(*arguments: Any) -> None:
-        raise RuntimeError("of a mistake of its own")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(METHODS["fedavg"], "aggregate", dies)
+    with pytest.MonkeyPatch.context() as patch:
+        raising(patch, RuntimeError("of a mistake of its own"))
         with pytest.raises(RuntimeError, match="mistake of its own"):
-            table(copied, *words)
-    assert "cell 4/4" not in capsys.readouterr().out
-    assert table(copied, *words) == FINISHED
-    out = capsys.readouterr().out
-    assert begun(out) == [4, 1]
-    assert not list(copied.glob(".*.running"))
+            table(half, *words)
+    assert begun(capsys.readouterr().out) == [1]
+    assert begun(told(half, *words)) == [4, 1]
+    assert not list(half.glob(".*.running"))
 
 
 @pytest.mark.parametrize("fault", [StorageError("the disk is full"), ForcedStop(signal.SIGTERM)])
 def test_a_cell_that_something_else_ended_is_the_next(
     words: list[str],
-    copied: Path,
+    half: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    told: Told,
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
 ) -> None:
-    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
-        shutil.rmtree(copied / name)
     monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path))
-
-    def ends(*arguments: Any) -> None:
-        raise fault
-
-    with monkeypatch.context() as patch, suppress(SystemExit):
-        patch.setattr(METHODS["fedavg"], "aggregate", ends)
-        table(copied, *words)
+    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
+        raising(patch, fault)
+        table(half, *words)
     assert begun(capsys.readouterr().out) == [1]
-    assert (tmp_path / "cell").read_text() == f"{copied / 'fedavg-s0'}\n"
-    assert table(copied, *words) == FINISHED
-    assert begun(capsys.readouterr().out) == [1, 4]
+    assert (tmp_path / "cell").read_text() == f"{half / 'fedavg-s0'}\n"
+    assert begun(told(half, *words)) == [1, 4]
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
 
@@ -588,18 +549,17 @@ def test_stopped_at_every_round_boundary(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = tmp_path / "out"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    codes = [table(folder, *words) for _ in range(ROUNDS * len(ALONE))]
-    assert codes == [STOPPED] * (ROUNDS * len(ALONE) - 1) + [FINISHED]
+    codes = [table(tmp_path, *words, "--seeds", "0") for _ in range(ROUNDS * 2)]
+    assert codes == [STOPPED] * (ROUNDS * 2 - 1) + [FINISHED]
     out = capsys.readouterr().out
     assert out.count("stopped early with a checkpoint; resume with\n") == codes.count(STOPPED)
-    for name in ALONE:
-        assert not differing(whole / name, folder / name)
+    for name in ("fedavg-s0", "heurpfedla-k-2-s0"):
+        assert not differing(whole / name, tmp_path / name)
 
 
 def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], whole: Path, tmp_path: Path, told: Told
 ) -> None:
     folder = tmp_path / "out"
 
@@ -616,34 +576,32 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
-    capsys.readouterr()
-    assert table(folder, *words) == FINISHED
     # the cell that was stopped is gone on with first
-    assert begun(capsys.readouterr().out) == [2, 3, 4]
+    assert begun(told(folder, *words)) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
 
-@pytest.mark.parametrize("lost", ["clients.csv", "metrics.csv", "config.yaml"])
-def test_a_cell_without_its_last_file_is_run_to_its_end(
-    words: list[str], whole: Path, copied: Path, lost: str
+def test_cells_without_their_last_files_are_run_to_their_ends(
+    words: list[str], whole: Path, copied: Path
 ) -> None:
-    if lost == "metrics.csv":
-        # as a run leaves it that is killed before its last evaluation
-        lines = (copied / "fedavg-s0" / lost).read_text().splitlines(keepends=True)
-        (copied / "fedavg-s0" / lost).write_text("".join(lines[:-1]))
-    else:
-        (copied / "fedavg-s0" / lost).unlink()
-    if lost == "config.yaml":
-        shutil.rmtree(copied / "fedavg-s0")
-    before = {name: what for name, what in files(copied).items() if not name.startswith("fedavg-s0/")}
+    (copied / "fedavg-s0" / "clients.csv").unlink()
+    # as a run leaves it that is killed before its last evaluation
+    metrics = copied / "fedavg-s1" / "metrics.csv"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    shutil.rmtree(copied / "heurpfedla-k-2-s0")
+    before = {name: what for name, what in files(copied).items() if name.startswith("heurpfedla")}
     assert table(copied, *words, "--quiet") == FINISHED
-    assert not differing(whole / "fedavg-s0", copied / "fedavg-s0")
+    for name in ALONE:
+        assert not differing(whole / name, copied / name)
     assert before.items() <= files(copied).items()
 
 
-def test_more_rounds_go_on(words: list[str], copied: Path, tmp_path: Path) -> None:
+def test_more_rounds_go_on_and_quiet_prints_nothing(
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert table(copied, *words, "train.rounds=4", "--quiet") == FINISHED
+    assert tuple(capsys.readouterr()) == ("", "")
     assert [row["rounds"] for row in figures(copied)] == ["4", "4"]
     alone = [*words[1:], "run.eval_every=2", *ALONE["fedavg-s0"], "train.rounds=4"]
     assert run_here(tmp_path / "alone", alone) == FINISHED
@@ -651,7 +609,7 @@ def test_more_rounds_go_on(words: list[str], copied: Path, tmp_path: Path) -> No
 
 
 def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
@@ -662,12 +620,9 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
-    assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
-    assert capsys.readouterr().out.startswith("2 of 4 cells are finished")
+    assert told(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
-    assert {name: after[name] for name in before if name.startswith("fedavg")} == {
-        name: what for name, what in before.items() if name.startswith("fedavg")
-    }
+    assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
     olds = sorted(path.name for path in copied.glob("*.old*"))
     assert olds == ["heurpfedla-k-2-s0.old1", "heurpfedla-k-2-s1.old1"]
     old, new = (copied / name / "checkpoint.h5" for name in (olds[0], "heurpfedla-k-2-s0"))
@@ -676,70 +631,34 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
     assert files(copied) == after
 
 
-def test_quiet_prints_nothing(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert table(tmp_path / "out", *words, "--quiet", "--part", "1/4") == FINISHED
-    assert tuple(capsys.readouterr()) == ("", "")
-    assert [row["seeds"] for row in figures(tmp_path / "out")] == ["1", "0"]
-
-
 # Mistakes
 
-LAST_ROW = "  - label: HeurpFedLA, k = 2\n"
-MISTAKES: dict[str, tuple[str, str, str]] = {
-    "an unknown key in settings": (
-        "{lr: 0.05}",
-        "{lrate: 0.05}",
-        "row 1 (fedavg): train.lrate=0.05 is an unknown key",
-    ),
-    "an unknown key in the last row": (
-        "lr: 0.1}",
-        "lrate: 0.1}",
-        "(HeurpFedLA, k = 2): train.lrate=0.1 is an",
-    ),
-    "an impossible value": ("lr: 0.1}", "lr: -1}", "row 2 (HeurpFedLA, k = 2): train.lr=-1 is invalid"),
-    "an unknown method": ("name: heurpfedla", "name: heurfedla", "did you mean heurpfedla?"),
-    "a method refused for its model": ("k: 2}", "k: 9}", "method.k=9 is more than the model's 6 layers"),
-    "a group that is none": (
-        "train: {participation: 0.6, lr: 0.1}",
-        "train: 3",
-        "train is set to 3 and cannot hold keys",
-    ),
-    "an unknown word of a row": ("tuned:", "tunde:", "row 2 (HeurpFedLA, k = 2): tunde is an unknown key"),
-    "an unknown word": ("seeds: [0, 1]", "seed: [0, 1]", "seed is an unknown key; allowed: extends, title,"),
-    "no seeds at all": ("seeds: [0, 1]", "", "seeds is missing; a table has extends, title,"),
-    "a label twice": ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): another row is called fedavg"),
-    "a folder twice": (
-        "HeurpFedLA, k = 2",
-        "FedAvg!",
-        "row 2 (FedAvg!), seed 0: fedavg makes the same folder",
-    ),
-    "a label of two lines": (
-        "HeurpFedLA, k = 2",
-        '"a\\nb"',
-        "label='a\\nb' is invalid: it must be one line",
-    ),
-    "no seeds": ("[0, 1]", "[]", "seeds=[] is invalid"),
-    "a seed twice": ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
-    "a seed of a row": (
-        "tuned:",
-        "run: {seed: 3}\n    tuned:",
-        "run.seed=3: the table's list of seeds sets it",
-    ),
-    "a row that is none": (
-        LAST_ROW,
-        "  - fedprox\n" + LAST_ROW,
-        "fedprox is none of the rows; there are: none",
-    ),
-    "not YAML": ("[0, 1]", "[0, 1", "is not YAML"),
-}
-"""By what is wrong: what of TABLE is replaced, by what, and what is said."""
 
-
-@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("{lr: 0.05}", "{lrate: 0.05}", "row 1 (fedavg): train.lrate=0.05 is an unknown key"),
+        ("lr: 0.1}", "lrate: 0.1}", "(HeurpFedLA, k = 2): train.lrate=0.1 is an unknown key"),
+        ("lr: 0.1}", "lr: -1}", "row 2 (HeurpFedLA, k = 2): train.lr=-1 is invalid"),
+        ("name: heurpfedla", "name: heurfedla", "did you mean heurpfedla?"),
+        ("k: 2}", "k: 9}", "method.k=9 is more than the model's 6 layers"),
+        ("{participation: 0.6, lr: 0.1}", "3", "train is set to 3 and cannot hold keys"),
+        ("tuned:", "tunde:", "row 2 (HeurpFedLA, k = 2): tunde is an unknown key"),
+        ("seeds:", "seed:", "seed is an unknown key; allowed: extends, title,"),
+        ("seeds: [0, 1]", "", "seeds is missing; a table has extends, title,"),
+        ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): another row is called fedavg"),
+        ("HeurpFedLA, k = 2", "FedAvg!", "row 2 (FedAvg!), seed 0: fedavg makes the same folder"),
+        ("HeurpFedLA, k = 2", '"a\\nb"', "label='a\\nb' is invalid: it must be one line"),
+        ("[0, 1]", "[]", "seeds=[] is invalid"),
+        ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
+        ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
+        ("rows:\n", "rows:\n  - fedprox\n", "fedprox is none of the rows; there are: none"),
+        ("[0, 1]", "[0, 1", "is not YAML"),
+    ],
+)
 def test_a_mistake_is_told_before_anything_starts(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
-    old, new, said = MISTAKES[what]
     assert TABLE.count(old) == 1
     path = tmp_path / "mistaken.yaml"
     path.write_text(TABLE.replace(old, new))
@@ -757,11 +676,14 @@ def test_a_mistake_is_told_before_anything_starts(
         (["--part", "2"], "--part 2 is invalid"),
         (["--part"], "argument --part: expected one argument"),
         (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
-        (["--row", "fedavgs"], "--row fedavgs is none of the labels; there are: fedavg | HeurpFedLA, k = 2"),
         (["--column", "a"], "--column a is none of the labels; there are: none"),
+        (["--rounds", "0"], "train.rounds=0 is invalid"),
+        (["--rounds", "x"], "--rounds: invalid int value: 'x'"),
+        (["--seeds", "0;1"], "--seeds: invalid seeds value: '0;1'"),
         (["train.round=4"], "row 1 (fedavg): train.round=4 is an unknown key"),
         (["run.seed=4"], "run.seed=4: the table's list of seeds sets it"),
         (["data.clients=99999"], "row 1 (fedavg), seed 0: "),
+        (["--plan", "data.clients=99999"], "row 1 (fedavg), seed 0: "),
         (["other.yaml"], "more than one configuration file"),
     ],
 )
@@ -797,9 +719,7 @@ def test_three_ranks_make_the_same_table(
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out"]
     done = mpirun(3, *command)
     assert done.stderr == ""
-    assert [line for line in done.stdout.splitlines() if line.startswith("# ")] == [
-        f"# Two methods on digits ({changed(words)})"
-    ]
+    assert done.stdout.count(f"\n# Two methods on digits ({changed(words)})\n") == 1
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
@@ -809,15 +729,15 @@ def test_three_ranks_plan_once_and_are_refused_once(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     chain = tmp_path / "chain.yaml"
-    chain.write_text(
-        TABLE.replace("{name: heurpfedla, head_init: default, k: 2}", "{name: fedmn, order: chain}")
-    )
-    plan = ["table", *words, "--out", str(whole), "--plan"]
-    other = ["table", *words, "--out", str(whole), "train.weight_decay=0.1"]
-    one_after_the_other = ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")]
+    chain.write_text(TABLE.replace("heurpfedla, head_init: default, k: 2", "fedmn, order: chain"))
     before = files(whole)
-    program, commands = REPOSITORY / "tests/helpers/world_commands.py", [plan, other, one_after_the_other]
+    commands = [
+        ["table", *words, "--out", str(whole), "--plan"],
+        ["table", *words, "--out", str(whole), "train.weight_decay=0.1"],
+        ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")],
+    ]
     (tmp_path / "codes").mkdir()
+    program = REPOSITORY / "tests" / "helpers" / "world_commands.py"
     done = mpirun(3, program, json.dumps(commands), cwd=tmp_path / "codes")
     for rank in range(3):
         codes = json.loads((tmp_path / "codes" / f"codes{rank}.json").read_text())
@@ -839,12 +759,3 @@ def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: 
     assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
     assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
     assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
-
-
-def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["table", "--help"])
-    assert leaving.value.code == FINISHED
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 40
-    assert max(map(len, lines)) <= 100
