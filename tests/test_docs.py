@@ -194,18 +194,21 @@ FAULTS = {
     ),
     "a rank out of memory": "test_a_worker_without_memory_ends_all",
     "a full disk or a quota, at a checkpoint or a CSV file": (
-        "test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint test_a_disk_that_takes_no_more_lines "
-        "test_a_quota_at_a_checkpoint test_a_quota_in_the_middle_of_a_line"
+        "test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint test_a_fault_at_a_checkpoint "
+        "test_a_quota_in_the_middle_of_a_line test_a_run_cannot_go_on_where_not_even_its_lock_has_room"
     ),
     "no room for log.txt, the tracker, the page, the terminal": (
-        "test_what_no_number_hangs_on_is_given_up_with_a_warning test_a_run_needs_nobody_to_take_its_words"
+        "test_what_no_number_hangs_on_is_given_up_with_a_warning "
+        "test_an_output_that_nobody_takes_is_no_error_message_and_ends_no_run"
     ),
     "a folder read-only, moved, deleted or taken over": (
-        "test_a_folder_that_becomes_read_only test_a_folder_that_is_moved test_a_folder_that_is_deleted "
+        "test_a_fault_at_a_checkpoint test_a_folder_that_is_gone "
         "test_a_run_whose_folder_another_has_taken_over_ends"
     ),
     "a checkpoint damaged, cut or gone": (
-        "test_a_flipped_byte_in_any_group_falls_back test_a_damaged_checkpoint_falls_back_to_the_previous"
+        "test_every_truncation_extension_and_flipped_bit_is_noticed "
+        "test_the_previous_checkpoint_takes_over_with_a_warning "
+        "test_a_damaged_checkpoint_falls_back_to_the_previous"
     ),
     "all checkpoints gone": "test_a_folder_without_a_checkpoint_starts_at_round_0",
     "other files of the run cut or gone": (
