@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import UserError
 
 ENVIRONMENT = "environment"
@@ -586,7 +586,7 @@ class Config:
         return {"method": self.method.tree(), "data": data, "model": self.model.tree(), **others}
 
     def yaml(self) -> str:
-        return yaml.safe_dump(self.tree(), sort_keys=False)
+        return yaml_of(self.tree())
 
     def result_keys(self) -> dict[str, Any]:
         """Return the keys that change results, flat, with their values."""

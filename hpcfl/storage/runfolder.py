@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import re
+import stat
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from hpcfl import __version__
 from hpcfl.config.keys import ENVIRONMENT, Config
 from hpcfl.config.load import differences
+from hpcfl.config.yaml_text import yaml_of
 from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.machine import package_versions, processor
@@ -158,7 +159,7 @@ class RunFolder:
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         unfinished = self.path / UNFINISHED_NAME
         with unfinished.open("w") as file:
-            file.write(self._config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}, sort_keys=False))
+            file.write(self._config.yaml() + yaml_of({ENVIRONMENT: environment}))
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, self.path / "config.yaml")
@@ -363,7 +364,12 @@ class RunFolder:
 def _check_links(path: Path) -> None:
     """Raise UserError if an entry is a link, a pipe or a device: writing would change something else."""
     for entry in path.iterdir():
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+        try:
+            mode = entry.lstat().st_mode
+        except FileNotFoundError:
+            # a run that goes on here has renamed it
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UserError(
                 f"{entry} is a link, a pipe or a device, which no run makes, and would be written to; "
                 "remove it, or name another folder with --out DIR"
