@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import write_digits
 from processes import Mpirun, run_ranks
 
 from hpcfl.communication.communicator import Communicator, open_world
@@ -81,6 +82,14 @@ def in_mpi_world() -> bool:
     if not sizes and "PMIX_RANK" in os.environ:
         return open_world().size > 1
     return any(int(size) > 1 for size in sizes)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file that `tiny_settings` take."""
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(path)
+    return path
 
 
 @pytest.fixture

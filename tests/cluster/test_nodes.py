@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings, write_digits
+from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings
 from nodes import Node, Nodes, played
 from processes import REPOSITORY, Launch, run_tree
 
@@ -35,9 +35,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     run = ["method.name=heurpfedla", "train.participation=0.6", "run.checkpoint_every=2"]
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *run]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, method_settings, run_here, tiny_settings, write_digits
+from bits import DIFFERENT, method_settings, run_here, tiny_settings
 from harness import Run
 from processes import REPOSITORY, Mpirun
 
@@ -171,13 +171,6 @@ def found(pattern: str, text: str) -> tuple[str, ...]:
     match = re.search(pattern, text)
     assert match, f"{pattern} is not in\n{text}"
     return match.groups()
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(path)
-    return path
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from bits import run_here, start_run, tiny_settings, write_digits
+from bits import run_here, start_run, tiny_settings
 from processes import clean_environment, forked, read_all, run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
@@ -27,9 +27,7 @@ ENDLESS = 100_000
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), "method.name=fedavg"]
 
 

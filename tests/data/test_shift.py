@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import differing, run_here, tiny_settings, write_digits
+from bits import differing, run_here, tiny_settings
 from processes import run_in_one_world
 
 import hpcfl
@@ -138,9 +138,7 @@ def test_all_splits_are_shifted_before_normalisation_and_the_pool_stays() -> Non
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), "method.name=fedavg", "train.rounds=1", "data.unseen_clients=0.3"]
 
 

@@ -34,7 +34,6 @@ from bits import (
     method_settings,
     run_here,
     tiny_settings,
-    write_digits,
 )
 from by_hand import (
     OneClient,
@@ -69,9 +68,7 @@ ADAPTATION_STEPS = {"per_fedavg": 3}
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON, f"train.rounds={ROUNDS}", "train.participation=0.6"]
 
 

@@ -25,7 +25,6 @@ from bits import (
     run_here,
     saved_models,
     tiny_settings,
-    write_digits,
 )
 from processes import run_in_one_world
 from torch import Tensor
@@ -108,9 +107,7 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2", "run.eval_every=2", "run.metrics=true"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bits import MEETS_ALL_SOON, differing, run_here, tiny_settings, write_digits
+from bits import MEETS_ALL_SOON, differing, run_here, tiny_settings
 from processes import run_in_one_world
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
@@ -26,9 +26,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2", "run.checkpoint_every=1"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import DIFFERENT, differing, method_settings, run_here, tiny_settings
 from by_hand import work
 from harness import SMALL, UNEQUAL, Run, make_network, make_place
 from kinds import words_of
@@ -34,10 +34,8 @@ FEW_ROUNDS = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretra
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    path = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(path)
-    return tiny_settings(path)
+def settings(digits: Path) -> list[str]:
+    return tiny_settings(digits)
 
 
 def members_that_train(run: Run, number: int) -> list[int]:

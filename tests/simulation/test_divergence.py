@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import KINDS, contents, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import KINDS, contents, differing, method_settings, run_here, tiny_settings
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
@@ -61,10 +61,8 @@ def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    path = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(path)
-    return [*tiny_settings(path), "run.checkpoint_every=1"]
+def settings(digits: Path) -> list[str]:
+    return [*tiny_settings(digits), "run.checkpoint_every=1"]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
+from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings
 from processes import PATIENCE_S, Launch, Mpirun, kill_tree
 from strikes import Strike
 
@@ -42,10 +42,8 @@ IN_A_CHECKPOINT = Strike("kill", "write", 50)
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def settings(digits: Path) -> list[str]:
     """Return the settings of a run with state on server and clients, in which much may happen."""
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
     return [
         *tiny_settings(digits),
         *MEETS_ALL_SOON,

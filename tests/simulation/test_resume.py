@@ -21,7 +21,6 @@ from bits import (
     run_here,
     run_killed_in_round,
     tiny_settings,
-    write_digits,
 )
 from processes import Mpirun
 from torch import Tensor
@@ -50,9 +49,7 @@ OTHER_STATE = (
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON]
 
 

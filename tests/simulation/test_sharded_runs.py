@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import differing, run_here, tiny_settings, write_digits
+from bits import differing, run_here, tiny_settings
 from harness import Run
 from processes import run_in_one_world
 
@@ -37,9 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [
         *tiny_settings(digits),
         f"data.clients={NUM_CLIENTS}",

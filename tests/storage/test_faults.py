@@ -24,7 +24,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from bits import differing, run_here, start_run, tiny_settings, write_digits
+from bits import differing, run_here, start_run, tiny_settings
 from processes import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_ERROR
@@ -52,9 +52,7 @@ CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     keys = ["run.checkpoint_every=1", f"train.rounds={ROUNDS}"]
     return [*tiny_settings(digits), "method.name=heurpfedla", *keys]
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
+from bits import differing, run_here, run_killed_in_round, tiny_settings
 from processes import run_forked
 
 from hpcfl.errors import BAD_INPUT, FINISHED
@@ -29,9 +29,7 @@ TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     return [*tiny_settings(digits), "method.name=fedavg", f"train.rounds={ROUNDS}", "run.checkpoint_every=2"]
 
 

@@ -16,7 +16,7 @@ import h5py
 import pytest
 import torch
 import yaml
-from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
+from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings
 from harness import SMALL, Run
 from processes import Mpirun, run_tree
 
@@ -38,9 +38,7 @@ ENGINES = ["loop", "batched"]
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     keys = [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2", "train.participation=0.6"]
     return ["data.per_client=null", *keys]
 

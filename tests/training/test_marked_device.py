@@ -21,7 +21,6 @@ from bits import (
     method_settings,
     run_here,
     tiny_settings,
-    write_digits,
 )
 from harness import Run, make_network, make_place, spread
 from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
@@ -200,9 +199,7 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(digits)
+def settings(digits: Path) -> list[str]:
     few = ["data.clients=5", "data.subset_per_class=10", "run.clients_at_once=2", "train.rounds=2"]
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.5"]
 
