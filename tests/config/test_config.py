@@ -174,10 +174,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("train.round=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("rounds=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("method.k=1", "an unknown key; the nearest known one is method.k of method.name=heurpfedla"),
-        (
-            "data.partition.beta=1",
-            "known one is data.partition.beta of data.partition.name=dirichlet or ",
-        ),
+        ("data.partition.beta=1", "known one is data.partition.beta of data.partition.name=dirichlet or "),
         ("data.partition.beta=1", "; allowed: data.partition.name, data.partition.path, data.partition.cl"),
         ("num_clients=20", "=20 is an unknown key; the nearest known one is data.clients; allowed"),
         ("mu=1", "=1 is an unknown key; the nearest known one is method.mu of method.name="),

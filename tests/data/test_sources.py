@@ -94,10 +94,7 @@ def test_mnist_and_fashionmnist_are_train_then_test(name: str, folder: str, tmp_
 
 @pytest.mark.parametrize(
     ("split", "stored", "labels", "num_classes"),
-    [
-        ("letters", ([1, 26], [2]), [0, 25, 1], 26),
-        ("byclass", ([61, 0], [5]), [61, 0, 5], 62),
-    ],
+    [("letters", ([1, 26], [2]), [0, 25, 1], 26), ("byclass", ([61, 0], [5]), [61, 0, 5], 62)],
 )
 def test_emnist_splits_have_labels_from_zero(
     split: str, stored: tuple[list[int], list[int]], labels: list[int], num_classes: int, tmp_path: Path

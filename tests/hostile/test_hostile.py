@@ -486,11 +486,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
     ],
 )
 def test_what_no_run_writes_is_refused(
-    make: Change,
-    said: str,
-    copied: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Change, said: str, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(copied.parent)
     change(copied, make)

@@ -314,10 +314,7 @@ def test_moons_contrast_worked_out() -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        SLIPPERY,
-        ("train.buffers=local", "method.mu=5", "method.temperature=1", "train.local_epochs=2"),
-    ],
+    [SLIPPERY, ("train.buffers=local", "method.mu=5", "method.temperature=1", "train.local_epochs=2")],
     ids=["average", "local"],
 )
 @pytest.mark.usefixtures("double")

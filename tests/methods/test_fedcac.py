@@ -134,9 +134,7 @@ def mixed_by_hand(
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [("train.participation=0.5", "method.beta=1.5"), ("method.share=0.3", "method.beta=4")],
-    ids=str,
+    "keys", [("train.participation=0.5", "method.beta=1.5"), ("method.share=0.3", "method.beta=4")], ids=str
 )
 @pytest.mark.usefixtures("double")
 def test_rounds_by_hand(keys: tuple[str, ...]) -> None:

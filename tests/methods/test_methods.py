@@ -552,17 +552,9 @@ def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
     [
         ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
-        (
-            "train",
-            Message(per_client={"theta": torch.zeros(2, 3)}),
-            "returned 2 rows of 'theta' for 1 c",
-        ),
+        ("train", Message(per_client={"theta": torch.zeros(2, 3)}), "returned 2 rows of 'theta' for 1 c"),
         ("download", Message(per_client={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 c"),
-        (
-            "train",
-            Message(shared={"theta": torch.zeros(3)}),
-            "returned theta as shared; return them per_c",
-        ),
+        ("train", Message(shared={"theta": torch.zeros(3)}), "returned theta as shared; return them per_c"),
     ],
 )
 def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:

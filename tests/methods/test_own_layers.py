@@ -274,14 +274,7 @@ class FedRoDTwin:
         return logits.exp() / logits.exp().sum(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        SLIPPERY,
-        ADAM,
-        ("method.hyper_head=true", "method.hidden=3", *SLIPPERY),
-    ],
-)
+@pytest.mark.parametrize("keys", [SLIPPERY, ADAM, ("method.hyper_head=true", "method.hidden=3", *SLIPPERY)])
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=fedrod", *keys)

@@ -340,10 +340,7 @@ STATE = {
     # the head of a client was combined by the server, and waits there
     "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
     "pfedfda": Kept(THETA | AVERAGED | {"means": (K, F), "covariance": (F, F)}, {}),
-    "fedas": Kept(
-        THETA | AVERAGED,
-        {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
-    ),
+    "fedas": Kept(THETA | AVERAGED, {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)}),
     "fedgh": Kept({"head": (P_HEAD,)}, OWN_MODEL),
 }
 

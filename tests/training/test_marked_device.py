@@ -13,15 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from bits import (
-    DIFFERENT,
-    MEETS_ALL_SOON,
-    VARIANTS,
-    contents,
-    method_settings,
-    run_here,
-    tiny_settings,
-)
+from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, contents, method_settings, run_here, tiny_settings
 from harness import Run, make_network, make_place, spread
 from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
 from torch import Tensor
