@@ -202,22 +202,23 @@ class TrainConfig(Settings):
 
     even: ceil(n / B) mini-batches, whose sizes differ by at most one. drop: each epoch leaves out n mod B
     samples; a client with fewer than B samples keeps its only mini-batch. keep: the n mod B samples form
-    a smaller last mini-batch, whose step has the same step size as the others and is the last one before the
-    model is sent or scored. A single sample that is not left out always joins the mini-batch before it."""
+    a smaller last mini-batch, whose step has the same learning rate as the others and is the last one before
+    the model is sent or scored. A single sample that is not left out always joins the mini-batch before
+    it."""
     lr: float = Field(0.05, gt=0)
-    """Step size of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
-    such as 0.001; the same goes for a method's own step sizes of models, such as `method.head_lr`."""
+    """Learning rate of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
+    such as 0.001; the same goes for a method's own learning rates of models, such as `method.head_lr`."""
     lr_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the step size after each round, or after those of `train.lr_decay_rounds`; 1 keeps it
+    """Factor on the learning rate after each round, or after those of `train.lr_decay_rounds`; 1 keeps it
     constant."""
     lr_decay_rounds: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=1)
     """Numbers of rounds, such as [100, 150], after which `train.lr_decay` acts; default: each round."""
     lr_end: float | None = Field(None, gt=0)
-    """Step size to which cosine annealing goes from `train.lr` over `train.rounds`; a run with it cannot be
-    extended to more rounds. Adaptation before the last evaluation has this step size; default: no
+    """Learning rate to which cosine annealing goes from `train.lr` over `train.rounds`; a run with it cannot
+    be extended to more rounds. Adaptation before the last evaluation has this learning rate; default: no
     annealing."""
     warmup_rounds: Annotated[int | None, Field(ge=1), means_null(0)] = None
-    """Rounds W of a linear warm-up: round k of them has k / (W + 1) of the step size that it would have
+    """Rounds W of a linear warm-up: round k of them has k / (W + 1) of the learning rate that it would have
     without; default, or 0: none."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum of local SGD, starting from zero each round."""
@@ -226,8 +227,8 @@ class TrainConfig(Settings):
     this factor at each step."""
     optimiser: Annotated[Optimiser | None, means_null("sgd")] = None
     """Local optimiser, whose state starts anew each round; null or sgd: SGD. adam and adamw step as
-    torch.optim's do. What a method moves with a step size of its own beside models, such as the mixing weight
-    of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
+    torch.optim's do. What a method moves with a learning rate of its own beside models, such as the mixing
+    weight of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
     beta1: float | None = Field(None, ge=0, lt=1)
     """Decay of adam's and adamw's first moment; default: 0.9."""
     beta2: float | None = Field(None, ge=0, lt=1)
@@ -285,7 +286,7 @@ class TrainConfig(Settings):
         return None if rounds is None else sorted(set(rounds))
 
     def lr_factor(self, round: int) -> float:
-        """Return a round's step size as a factor of `lr`; rounds count from 0.
+        """Return a round's learning rate as a factor of `lr`; rounds count from 0.
 
         Cosine annealing: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
         2017, eq. 5 without restarts.
@@ -391,7 +392,7 @@ class ServerConfig(Settings):
     mean. momentum (FedAvgM), adagrad, adam and yogi step along the mean difference of the clients to it
     (paper: Reddi et al., Algorithm 2). Refused by methods whose server averages nothing."""
     lr: float | None = Field(None, gt=0)
-    """Step size of the server; default: 1 with momentum, 0.1 with adagrad, 0.01 with adam and yogi."""
+    """Learning rate of the server; default: 1 with momentum, 0.1 with adagrad, 0.01 with adam and yogi."""
     beta1: float | None = Field(None, ge=0, lt=1)
     """Decay of the first moment; default: 0.9, or 0 with adagrad (paper)."""
     beta2: float | None = Field(None, ge=0, lt=1)

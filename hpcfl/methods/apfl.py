@@ -40,7 +40,7 @@ class APFLParams(Params):
     """Initial a_i, the share of the client's own model. With `alpha_lr=0`, 1 means local training and 0 means
     the client's copy of the global model."""
     alpha_lr: float | None = Field(None, ge=0)
-    """Step size of a_i; 0 keeps a_i fixed; default: `train.lr`, as in the paper."""
+    """Learning rate of a_i; 0 keeps a_i fixed; default: `train.lr`, as in the paper."""
     alpha_moves: Literal["round", "step"] = "round"
     """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 

@@ -14,7 +14,7 @@ Differs from the paper:
   pull         the loss of a_i has the term rho/2 (a_i - a)^2, which pulls a_i towards its first value a
                (differs from eq. 6, which is `method.coefficient_pull=0`). h_i is fitted to phi_i, and phi_g,i
                to another head, so CE falls as a_i grows: with eq. 6 alone a_i reached 1, which is local
-               training, in our runs. The step size only decides how soon, and learning a_i on held-out
+               training, in our runs. The learning rate only decides how soon, and learning a_i on held-out
                samples does not prevent it. With rho, a_i settles at a - (d CE / d a) / rho, which differs
                between clients but does not depend on the number of rounds; in the first rounds, while
                phi_g is still poor, this costs accuracy
@@ -61,7 +61,7 @@ class FedAFKParams(Params):
     coefficient: float = Field(0.5, ge=0, le=1)
     """First a_i (paper: 0.5); 1 is the local extractor alone, 0 the global one."""
     coefficient_lr: float = Field(0.01, ge=0)
-    """Step size of a_i (the paper names none); 0 keeps it as it is."""
+    """Learning rate of a_i (the paper names none); 0 keeps it as it is."""
     coefficient_pull: float = Field(1.0, ge=0)
     """Strength rho of the pull of a_i towards its first value (not in the paper); 0 is eq. 6 alone."""
     transfer: float = Field(0.1, ge=0)

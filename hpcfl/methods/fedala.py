@@ -45,7 +45,7 @@ class FedALAParams(Params):
     adaptive_layers: int = Field(1, ge=1)
     """Top layers with weights of their own (authors: p = 1, the last layer)."""
     weights_lr: float = Field(1.0, ge=0)
-    """Step size of W_i (authors: 1); 0 never learns it, which is FedAvg."""
+    """Learning rate of W_i (authors: 1); 0 never learns it, which is FedAvg."""
     share: float = Field(0.8, gt=0, le=1)
     """Share s of the training data that a round learns W_i on (authors: 0.8)."""
     threshold: float = Field(0.1, ge=0)

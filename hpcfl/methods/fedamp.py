@@ -48,7 +48,7 @@ class FedAMPParams(Params):
     """With `distance`, the scale sigma in A, in units of the mean squared distance (default: 1); with
     `cosine`, the factor on cosines (default: 25, as in FLGo)."""
     alpha: float | None = Field(None, gt=0)
-    """Step size alpha of `distance`; a model equal to the client's has weight alpha / sigma; default:
+    """Learning rate alpha of `distance`; a model equal to the client's has weight alpha / sigma; default:
     sigma / N."""
     self_weight: float | None = Field(None, ge=0, le=1)
     """Weight of the client's own model in `cosine`; 1 is local training with a pull; default:

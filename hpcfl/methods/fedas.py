@@ -55,7 +55,7 @@ class FedASParams(Params):
     alignment_epochs: int = Field(1, ge=0)
     """Epochs that align the received body (authors: 1); 0 leaves it as it is."""
     alignment_lr: float = Field(0.01, gt=0)
-    """Step size of the alignment (authors: 0.01), with the run's `train.lr_decay`."""
+    """Learning rate of the alignment (authors: 0.01), with the run's `train.lr_decay`."""
 
 
 class FedAS(FedPer):

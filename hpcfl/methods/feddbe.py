@@ -15,8 +15,8 @@ Choices the paper leaves open:
               first round's cohort, and all rounds and bytes count. (The authors' code takes for the mean
               feature m_i after the last mini-batch; with mu = 1 this is the mean of one mini-batch.)
   gradient    earlier mini-batches' part of m_i is a constant
-  z_i         starts at 0, has the step size of theta and its momentum and weight decay, and stays with the
-              client. As heads are linear, the evaluated model is a network whose head's bias is b + W z_i
+  z_i         starts at 0, has the learning rate of theta and its momentum and weight decay, and stays with
+              the client. As heads are linear, the evaluated model is a network whose head's bias is b + W z_i
   BatchNorm   running statistics are averaged like parameters
   unseen      a client that takes no part in training learns z_i alone, beside theta as it is
 

@@ -8,8 +8,8 @@ The head h goes down and the prototypes C_i,c go up; the body stays with the cli
 
 Choices the paper leaves open:
   steps        the server does `method.server_epochs` over the prototypes of the round, in mini-batches of
-               `train.batch_size` in random order. It has neither momentum nor weight decay, and its step size
-               does not decay. Each prototype counts the same, whatever its number of samples
+               `train.batch_size` in random order. It has neither momentum nor weight decay, and its learning
+               rate does not decay. Each prototype counts the same, whatever its number of samples
   prototypes   are computed after the local epochs, over the training set, in evaluation mode
   upload       it has K rows, with zeros for classes that the client does not hold, and a byte for each class.
                (The paper's has rows only for the classes that the client holds.)
@@ -39,7 +39,7 @@ class FedGHParams(Params):
     """Hyper-parameters of FedGH."""
 
     server_lr: float = Field(0.01, ge=0)
-    """Step size of the server's head (HtFLlib: 0.01); 0 keeps the initial head, to which bodies adapt."""
+    """Learning rate of the server's head (HtFLlib: 0.01); 0 keeps the initial head, to which bodies adapt."""
     server_epochs: int = Field(1, ge=0)
     """Passes of the server over the prototypes of a round (PFLlib: 1)."""
 

@@ -15,8 +15,8 @@ Differs from the paper, each with the option for the printed rule where there is
   norms        each of the router's two embeddings is divided by its root mean square. The paper normalises
                their concatenation (section IV-B); then all |z| are near 0 and nearly equal
                (`method.router_norm=joint`)
-  step         the router has a step size of its own, `method.router_lr`; a larger one makes the z_i of all
-               clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
+  step         the router has a learning rate of its own, `method.router_lr`; a larger one makes the z_i of
+               all clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
                (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
   dropout      blocks have none. The paper's have, at a rate that it does not give (section IV-B;
                `method.dropout=0.5` is PyTorch's default)
@@ -114,8 +114,8 @@ class FedMNParams(Params):
     """Norm of the router's embeddings: `separate` gives that of the image and that of the label a root mean
     square of 1 each; `joint` gives both together the length 1 (the paper and the authors' code)."""
     router_lr: float = Field(0.003, gt=0)
-    """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay acts with
-    `train.lr`, as on all other weights."""
+    """Learning rate of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay acts
+    with `train.lr`, as on all other weights."""
     router_spread: float = Field(3.0, ge=0)
     """Standard deviation over classes of the logits z at the start."""
     order: Literal["parallel", "chain"] = "parallel"
@@ -132,12 +132,14 @@ class FedMN(TwoPhaseMethod):
     name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
-    # means over encoders and blocks reduce the effect of each step, so the default step size is larger
+    # means over encoders and blocks reduce the effect of each step, so the default learning rate is larger
     traits = Traits(
         averages=("theta",),
         uses_total_rounds=True,
         train_defaults={"lr": 0.1},
-        refuses=dict.fromkeys(("optimiser", "clip"), "which scales the router's gradients by its step size"),
+        refuses=dict.fromkeys(
+            ("optimiser", "clip"), "which scales the router's gradients by its learning rate"
+        ),
     )
     diagnostics = (
         Diagnostic(
@@ -173,7 +175,7 @@ class FedMN(TwoPhaseMethod):
         self._is_modular = torch.tensor([name != CLASSIFIER for name in names])
         of_router = columns(self.layers, self._is_router)
         self._steps = torch.where(of_router, params.router_lr / context.train.lr, 1.0)
-        """Each number's step size, in units of `train.lr` [P]."""
+        """Each number's learning rate, in units of `train.lr` [P]."""
         temperatures = params.temperature, params.final_temperature
         rounds = range(params.pretrain_rounds, context.train.rounds)
         self.decisions = Decisions(self.network, params.routing, temperatures, rounds, context.seed)

@@ -62,7 +62,7 @@ class FedPACParams(Params):
     alignment: float = Field(1.0, ge=0)
     """Strength lambda of the pull of features towards prototypes (authors: 1); 0 leaves it out."""
     head_lr: float = Field(0.1, gt=0)
-    """Step size of the head (authors: 0.1, and 0.01 for the body), with the run's `train.lr_decay`."""
+    """Learning rate of the head (authors: 0.1, and 0.01 for the body), with the run's `train.lr_decay`."""
     head_epochs: int = Field(1, ge=0)
     """Epochs of the head before the body's `train.local_epochs` (authors: 1); 0 never trains it."""
 

@@ -8,12 +8,12 @@ ICLR 2022.
 n_c is the number of the client's training samples of class c. The evaluated prediction is argmax G + p_i(z),
 without log n_c, from the newest phi and g. Heads are linear, so this is one network with the head g + p_i.
 
-Choices: both losses share a mini-batch, a forward pass and a step size. p_i starts as a copy of g's initial
-weights (PFLlib) and stays with the client; before its first round, a client's p_i is this initial head.
-`method.hyper_head` makes p_i = H(share of each class; psi), where H is a network with one hidden layer; psi
-travels and is averaged like phi and g. A class without samples at the client has log n_c = -inf, so it does
-not compete; n_c counts all training samples, so this class is never the label. A client with samples of one
-class only has a balanced loss of 0 and returns phi and g unchanged, except for weight decay. It keeps its
+Choices: both losses share a mini-batch, a forward pass and a learning rate. p_i starts as a copy of g's
+initial weights (PFLlib) and stays with the client; before its first round, a client's p_i is this initial
+head. `method.hyper_head` makes p_i = H(share of each class; psi), where H is a network with one hidden layer;
+psi travels and is averaged like phi and g. A class without samples at the client has log n_c = -inf, so it
+does not compete; n_c counts all training samples, so this class is never the label. A client with samples of
+one class only has a balanced loss of 0 and returns phi and g unchanged, except for weight decay. It keeps its
 weight in the mean, as in the paper: this shortens the server's step but does not change its direction. If all
 clients have one class only, only the personal heads learn. A client that takes no part in training learns
 p_i alone, beside phi and g as they are, from its start or, with `method.hyper_head`, from what H makes.

@@ -18,9 +18,9 @@ Differs from the authors' code:
 Choices the paper leaves open:
   start        e_c is drawn from N(0, 1), and the layers as PyTorch draws linear ones, as in the authors' code
   steps        the server does `method.server_epochs` over the prototypes of the round, in mini-batches of
-               `train.batch_size` in random order, without momentum, weight decay or decay of the step size.
-               Each prototype counts the same, whatever its number of samples
-  step size    `train.lr` is 0.01 by default, as the authors have it. Prototypes move away from each other
+               `train.batch_size` in random order, without momentum, weight decay or decay of the learning
+               rate. Each prototype counts the same, whatever its number of samples
+  rate         `train.lr` is 0.01 by default, as the authors have it. Prototypes move away from each other
                round by round, up to tau, and features must follow: with 0.05 a run on the digits diverged
   absent       a class that no client of the round holds is still among the c' of the others. A class that no
                client has sent so far has no Pbar_c for the clients: none is pulled to it or predicts it
@@ -57,7 +57,7 @@ class FedTGPParams(FedProtoParams):
     margin: float = Field(100.0, ge=0)
     """Largest margin tau (authors: 100); 0 trains prototypes without a margin."""
     server_lr: float = Field(0.01, ge=0)
-    """Step size of the server (authors: 0.01, as that of clients); 0 keeps the prototypes drawn first."""
+    """Learning rate of the server (authors: 0.01, as that of clients); 0 keeps the prototypes drawn first."""
     server_epochs: int = Field(100, ge=0)
     """Passes of the server over the prototypes of a round (authors' scripts: 100); 0 as for `server_lr`."""
 

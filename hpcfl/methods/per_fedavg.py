@@ -18,7 +18,7 @@ epoch is one pass of B. The weights of the mean are training-set sizes. Running 
 g(u; B). Momentum and weight decay of `train.*` act on w, in training and in the adaptation before an
 evaluation; they do not act on u. The model after a download is the adapted w; the model after local training
 is the client's new w without adaptation. `train.finetune_epochs` replaces the adaptation by whole epochs with
-step size alpha. With alpha = 0 the method equals FedAvg on B bit for bit.
+learning rate alpha. With alpha = 0 the method equals FedAvg on B bit for bit.
 A client that takes no part in training adapts in the same way: the paper trains w for any such client.
 """
 
@@ -47,7 +47,7 @@ class PerFedAvgParams(Params):
     """Whether the product with the Hessian is a difference of gradients, is exact, or is left out (all three
     are the paper's); `first_order` needs alpha below `train.lr`."""
     alpha: float = Field(0.01, ge=0)
-    """Step size of the adaptation (paper: 0.01); 0 is FedAvg."""
+    """Learning rate of the adaptation (paper: 0.01); 0 is FedAvg."""
     delta: float = Field(0.001, gt=0)
     """How far from w `hessian_free` takes its differences; too small drowns them in rounding."""
     adaptation_steps: int = Field(1, ge=0)

@@ -53,8 +53,8 @@ class PFedHNParams(Params):
     hidden_layers: int = Field(3, ge=0)
     """Hidden layers after the first (authors: 3)."""
     hypernetwork_lr: float = Field(0.1, ge=0)
-    """Step size lr_h (authors: 0.01, with one client per step). Steps with the mean of ten clients allow up
-    to 1, steps of single clients diverge at 0.3; 0 keeps all models at their initial weights."""
+    """Learning rate lr_h (authors: 0.01, with one client per step). Steps with the mean of ten clients allow
+    up to 1, steps of single clients diverge at 0.3; 0 keeps all models at their initial weights."""
     hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of the server's SGD (authors: 0.9)."""
     hypernetwork_weight_decay: float = Field(0.001, ge=0)

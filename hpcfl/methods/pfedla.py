@@ -96,8 +96,8 @@ class PFedLAParams(Params):
     divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads; `adam`
     ignores the scale of the products."""
     hypernetwork_lr: float | None = Field(None, ge=0)
-    """Step size of the hypernetworks; 0 keeps the initial weights; default: 0.1 with scaled, 0.001 with adam,
-    0.005 with sgd (public code)."""
+    """Learning rate of the hypernetworks; 0 keeps the initial weights; default: 0.1 with scaled, 0.001 with
+    adam, 0.005 with sgd (public code)."""
     layer: Granularity = "module"
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
     initial_models: Literal["common", "own"] = "common"

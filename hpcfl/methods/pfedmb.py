@@ -64,7 +64,7 @@ class PFedMBParams(Params):
     branches: int = Field(5, ge=1)
     """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
     alpha_lr: float = Field(1.0, ge=0)
-    """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
+    """Learning rate of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
     step: Literal["mixture", "branch"] = "mixture"
     """Whether the client's mixture, or each branch as in eq. 4, moves by `train.lr` times its gradient; the
     paper is `branch`."""

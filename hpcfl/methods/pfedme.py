@@ -13,8 +13,8 @@ w and continues from one mini-batch to the next. There is no extra weight decay 
 0.001). Momentum and weight decay of `train.*` act on theta_i. Only sampled clients train. The weights of the
 mean are training-set sizes (the paper uses uniform weights). The evaluated model is theta_i with its own
 running statistics (public code evaluates w_i, because of an aliased tensor). `train.finetune_epochs` adapts
-theta_i with the step size lr_p and without the pull. One mini-batch costs K gradients. A client that takes no
-part in training has the theta_i of one round (not in the paper).
+theta_i with the learning rate lr_p and without the pull. One mini-batch costs K gradients. A client that
+takes no part in training has the theta_i of one round (not in the paper).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class PFedMeParams(Params):
-    """Hyper-parameters of pFedMe; `train.lr` is the step size of w_i."""
+    """Hyper-parameters of pFedMe; `train.lr` is the learning rate of w_i."""
 
     pull: float = Field(15.0, ge=0)
     """Strength lambda of the envelope (authors: 15): small lets theta_i go its own way, 0 never moves w."""
     steps: int = Field(5, ge=0)
     """Inner steps K on one mini-batch (authors: 5); with 0 nothing ever moves."""
     personal_lr: float = Field(0.05, gt=0)
-    """Step size lr_p of theta_i (authors: 0.09 and 0.1); lr_p lambda above 2 diverges."""
+    """Learning rate lr_p of theta_i (authors: 0.09 and 0.1); lr_p lambda above 2 diverges."""
     beta: float = Field(1.0, gt=0)
     """Server's step (authors: 1 and 2); 1 is the mean of w_i."""
 

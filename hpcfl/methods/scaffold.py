@@ -6,7 +6,7 @@
     c   <- c + sum_{i in S} p_i (change of c_i),  so that c = sum_i p_i c_i over all clients
 
 p_i is client i's share of all training samples, or 1/N with `method.weights=uniform`, the paper's. K is the
-number of steps client i did in this round, lr the step size of this round, so that c_i is the mean of its
+number of steps client i did in this round, lr the learning rate of this round, so that c_i is the mean of its
 gradients. w and c go down; what goes up are y_i and the change of c_i.
 
 Choices: the means of models and of control variates have the same weights p_i. Whatever the weights of the

@@ -100,7 +100,7 @@ class RunFolder:
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the keys that differ from a recorded run's, and so prevent a resume.
 
-        A run may have more rounds than recorded, unless its method or step sizes depend on their number.
+        A run may have more rounds than recorded, unless its method or learning rates depend on their number.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())

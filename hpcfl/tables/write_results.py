@@ -138,7 +138,7 @@ def _line(table: Table, result: Result) -> dict[str, object]:
 
 
 def settings(config: Config) -> str:
-    """Return a run's step size, and the hyper-parameters that are not its method's defaults."""
+    """Return a run's learning rate, and the hyper-parameters that are not its method's defaults."""
     given = config.method.options.model_dump(mode="json", exclude_defaults=True)
     own = [f"method.{name}={json.dumps(value)}" for name, value in given.items()]
     return " ".join([f"train.lr={config.train.lr:g}", *own])

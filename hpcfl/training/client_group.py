@@ -331,12 +331,12 @@ class ClientGroup:
 
     @property
     def lr(self) -> float:
-        """The step size of this round."""
+        """The learning rate of this round."""
         return self._worker.train.lr * self.lr_decay
 
     @property
     def lr_decay(self) -> float:
-        """The factor of this round's step size: `train.lr_decay` and what else changes it by round."""
+        """The factor of this round's learning rate: `train.lr_decay` and what else changes it by round."""
         return self._worker.train.lr_factor(self.round)
 
     def record(self, batch: Batch, losses: Tensor) -> None:
