@@ -69,7 +69,7 @@ def about(group: str) -> str:
 def goes_with(method: type[Method]) -> list[str]:
     """Return what a method supports and refuses beside its own keys, a phrase each."""
     optimiser = ["server.optimiser"] if method.traits.averages else []
-    supports = [*optimiser, *(f"privacy.unit={unit}" for unit in method.private)]
+    supports = [*optimiser, *(f"privacy.unit={unit}" for unit in method.privacy_units)]
     refuses = [f"train.{key}" for key in method.traits.refuses]
     kinds = {"supports": supports, "refuses": refuses}
     return [f"{verb} {', '.join(names)}" for verb, names in kinds.items() if names]

@@ -48,7 +48,7 @@ class APFLParams(Params):
 class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = APFLParams
     diagnostics = (
         Diagnostic(

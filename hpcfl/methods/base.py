@@ -181,7 +181,7 @@ class Method:
     summary: ClassVar[str]
     Params: ClassVar[Any] = Params
     traits: Traits = Traits()
-    private: ClassVar[tuple[PrivacyUnit, ...]] = ()
+    privacy_units: ClassVar[tuple[PrivacyUnit, ...]] = ()
     """Units of `privacy.unit` whose guarantee holds. A subclass that changes what is trained or sent must say
     so anew: it is not inherited.
 
@@ -217,8 +217,8 @@ class Method:
                 raise TypeError(
                     f"{cls.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
                 )
-        if "private" not in vars(cls):
-            cls.private = ()
+        if "privacy_units" not in vars(cls):
+            cls.privacy_units = ()
         if "as_module" in vars(cls) and cls.predict is Method.predict:
             raise TypeError(
                 f"{cls.__name__} overrides as_module but not predict, so that evaluations would not use the "
@@ -292,7 +292,7 @@ class Method:
         if unit is None:
             return
         key = f"privacy.unit={unit}"
-        if unit not in self.private:
+        if unit not in self.privacy_units:
             raise UserError(
                 f"{key} does not go with method.name={self.name}, whose clients' messages it would not make "
                 "private; `hpcfl list` shows the methods that it goes with"

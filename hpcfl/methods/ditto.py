@@ -36,7 +36,7 @@ class DittoParams(Params):
 class Ditto(OwnBesideGlobal):
     name = "ditto"
     summary = "each client's own model, pulled towards a FedAvg model beside it"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = DittoParams
     params: DittoParams
 

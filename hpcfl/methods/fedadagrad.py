@@ -16,5 +16,5 @@ from hpcfl.methods.fedavg import FedAvg
 class FedAdagrad(FedAvg):
     name = "fedadagrad"
     summary = "FedAvg whose server steps by Adagrad"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "adagrad"})

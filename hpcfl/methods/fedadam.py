@@ -17,5 +17,5 @@ from hpcfl.methods.fedavg import FedAvg
 class FedAdam(FedAvg):
     name = "fedadam"
     summary = "FedAvg whose server steps by Adam"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "adam"})

@@ -82,7 +82,7 @@ class FedAFKParams(Params):
 class FedAFK(Method):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedAFKParams
     traits = Traits(averages=("theta",), eval_after="training", buffers=("local",), needs_body=True)
     diagnostics = (

@@ -60,7 +60,7 @@ class FedALAParams(Params):
 class FedALA(FedAvg):
     name = "fedala"
     summary = "FedAvg whose clients learn, weight by weight, how much of it to take over"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedALAParams
     params: FedALAParams
 

@@ -62,7 +62,7 @@ class FedAMPParams(Params):
 class FedAMP(ModelBank):
     name = "fedamp"
     summary = "each client's own model, pulled towards those of similar clients"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = FedAMPParams
     diagnostics = (
         Diagnostic(

@@ -24,7 +24,7 @@ from hpcfl.training.client_group import ClientGroup
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
-    private: ClassVar[tuple[PrivacyUnit, ...]] = ("client", "sample")
+    privacy_units: ClassVar[tuple[PrivacyUnit, ...]] = ("client", "sample")
     traits = Traits(averages=("theta",), has_global_model=True)
 
     def server_state(self) -> State:

@@ -16,5 +16,5 @@ from hpcfl.methods.fedavg import FedAvg
 class FedAvgFinetuned(FedAvg):
     name = "fedavg_ft"
     summary = "FedAvg, fine-tuned locally before each evaluation"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(train_defaults={"finetune_epochs": 1})

@@ -17,5 +17,5 @@ from hpcfl.methods.fedavg import FedAvg
 class FedAvgM(FedAvg):
     name = "fedavgm"
     summary = "FedAvg whose server steps with momentum"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "momentum"})

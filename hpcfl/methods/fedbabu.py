@@ -35,7 +35,7 @@ class FedBABUParams(Params):
 class FedBABU(FedAvg):
     name = "fedbabu"
     summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     Params = FedBABUParams
     traits = FedAvg.traits.replace(needs_body=True, train_defaults={"finetune_epochs": 5})
     params: FedBABUParams

@@ -24,7 +24,7 @@ from hpcfl.methods.base import Context
 class FedBN(OwnLayers):
     name = "fedbn"
     summary = "FedAvg whose BatchNorm stays with the client"
-    private = ("client",)
+    privacy_units = ("client",)
     own_part = "batchnorm"
     traits = OwnLayers.traits.replace(buffers=("local",))
 

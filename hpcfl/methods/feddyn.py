@@ -49,7 +49,7 @@ class FedDyn(FedAvg):
     summary = (
         "FedAvg with dynamic regularisation: a term in clients' losses lets all come to rest in one place"
     )
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = FedDynParams
     traits = FedAvg.traits.replace(averages=())
     params: FedDynParams

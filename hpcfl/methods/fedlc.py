@@ -42,7 +42,7 @@ class FedLCParams(Params):
 class FedLC(FedAvg):
     name = "fedlc"
     summary = "FedAvg whose clients learn with wider margins for their rare classes"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedLCParams
     traits = FedAvg.traits.replace(
         refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"}

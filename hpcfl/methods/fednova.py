@@ -30,7 +30,7 @@ from hpcfl.training.client_group import ClientGroup
 class FedNova(FedAvg):
     name = "fednova"
     summary = "FedAvg with normalised averaging: of the clients' mean steps, however many each does"
-    private = ("sample",)
+    privacy_units = ("sample",)
     traits = FedAvg.traits.replace(
         refuses={"optimiser": "which knows how gradients add up to a client's update with SGD only"}
     )

@@ -40,7 +40,7 @@ class FedNTDParams(Params):
 class FedNTD(FedAvg):
     name = "fedntd"
     summary = "FedAvg with not-true distillation: clients keep the global model's outputs for other classes"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedNTDParams
     traits = FedAvg.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
     params: FedNTDParams

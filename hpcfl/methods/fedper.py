@@ -19,7 +19,7 @@ from hpcfl.methods._own_layers import OwnLayers
 class FedPer(OwnLayers):
     name = "fedper"
     summary = "a shared body under each client's own head, trained together"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     own_part = "head"
     traits = OwnLayers.traits.replace(needs_body=True)
 

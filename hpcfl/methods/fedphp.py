@@ -54,7 +54,7 @@ class FedPHPParams(Params):
 class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, the teacher of its next model"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedPHPParams
     traits = OwnBesideGlobal.traits.replace(
         uses_total_rounds=True,

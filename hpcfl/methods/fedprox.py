@@ -29,7 +29,7 @@ class FedProxParams(Params):
 class FedProx(FedAvg):
     name = "fedprox"
     summary = "FedAvg whose clients are pulled towards the global model"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     Params = FedProxParams
     params: FedProxParams
 

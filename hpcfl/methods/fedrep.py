@@ -35,7 +35,7 @@ class FedRepParams(Params):
 class FedRep(FedPer):
     name = "fedrep"
     summary = "a shared body under each client's own head, trained in turn"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     Params = FedRepParams
     params: FedRepParams
 

@@ -54,7 +54,7 @@ class FedRoDParams(Params):
 class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = FedRoDParams
     traits = FedAvg.traits.replace(
         averages=("theta", "hypernetwork"),

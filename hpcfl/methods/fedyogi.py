@@ -17,5 +17,5 @@ from hpcfl.methods.fedavg import FedAvg
 class FedYogi(FedAvg):
     name = "fedyogi"
     summary = "FedAvg whose server steps by Yogi"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "yogi"})

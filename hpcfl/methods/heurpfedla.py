@@ -45,7 +45,7 @@ class HeurpFedLAParams(PFedLAParams):
 class HeurpFedLA(PFedLA):
     name = "heurpfedla"
     summary = "pFedLA whose clients keep the k layers they weigh highest"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = HeurpFedLAParams
     diagnostics = (
         *PFedLA.diagnostics,

@@ -56,7 +56,7 @@ class KnnPerParams(Params):
 class KnnPer(FedAvg):
     name = "knn_per"
     summary = "FedAvg's model mixed with the nearest neighbours in each client's training set"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = KnnPerParams
     traits = FedAvg.traits.replace(has_global_model=False, needs_body=True, buffers=("average",))
     params: KnnPerParams

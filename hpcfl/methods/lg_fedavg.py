@@ -33,7 +33,7 @@ class LGFedAvgParams(Params):
 class LGFedAvg(OwnLayers):
     name = "lg_fedavg"
     summary = "each client's own lower layers under shared upper ones"
-    private = ("client", "sample")
+    privacy_units = ("client", "sample")
     Params = LGFedAvgParams
     own_part = "lower_layers"
     traits = OwnLayers.traits.replace(buffers=("local", "average"))

@@ -17,7 +17,7 @@ from hpcfl.training.client_group import ClientGroup
 class Local(OwnModel):
     name = "local"
     summary = "every client trains alone"
-    private = ("sample",)
+    privacy_units = ("sample",)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = clients.sgd(clients["theta"]).theta

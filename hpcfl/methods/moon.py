@@ -43,7 +43,7 @@ class MoonParams(Params):
 class Moon(FedAvg):
     name = "moon"
     summary = "FedAvg with a contrastive loss: features near the global model's, far from the client's last"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = MoonParams
     traits = FedAvg.traits.replace(
         needs_body=True, refuses={"augment": "whose teachers see the images themselves"}

@@ -57,7 +57,7 @@ class PerFedAvgParams(Params):
 class PerFedAvg(FedAvg):
     name = "per_fedavg"
     summary = "a global initialisation for one local step of adaptation (MAML)"
-    private = ("client",)
+    privacy_units = ("client",)
     Params = PerFedAvgParams
     traits = FedAvg.traits.replace(
         refuses=dict.fromkeys(("optimiser", "clip"), "which learns a start for steps of plain gradients")

@@ -55,7 +55,7 @@ class PFedGraphParams(Params):
 class PFedGraph(ModelBank):
     name = "pfedgraph"
     summary = "each client's own model, mixed with those that moved the same way"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = PFedGraphParams
     diagnostics = (
         Diagnostic(

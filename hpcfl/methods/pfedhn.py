@@ -70,7 +70,7 @@ class PFedHNParams(Params):
 class PFedHN(Method):
     name = "pfedhn"
     summary = "a hypernetwork on the server generates each client's model"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = PFedHNParams
     traits = Traits(buffers=("local",))
     params: PFedHNParams

@@ -111,7 +111,7 @@ class PFedLAParams(Params):
 class PFedLA(Method):
     name = "pfedla"
     summary = "each client's hypernetwork weighs all clients' models, layer by layer"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params: ClassVar[Any] = PFedLAParams
     traits = Traits(buffers=("local", "mixed", "average"))
     diagnostics: tuple[Diagnostic, ...] = (

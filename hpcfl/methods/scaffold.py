@@ -48,7 +48,7 @@ class ScaffoldParams(Params):
 class Scaffold(FedAvg):
     name = "scaffold"
     summary = "FedAvg whose clients correct their drift by control variates"
-    private = ("sample",)
+    privacy_units = ("sample",)
     Params = ScaffoldParams
     traits = FedAvg.traits.replace(refuses=dict.fromkeys(("momentum", "optimiser", "clip"), _PLAIN))
     params: ScaffoldParams

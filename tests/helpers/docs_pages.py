@@ -90,7 +90,7 @@ def goes_with_text(method: type[Method]) -> str:
     for key, reason in method.traits.refuses.items():
         of_reason.setdefault(reason, []).append(f"`train.{key}`")
     lines += [f"It refuses {', '.join(names)}, as a method {reason}." for reason, names in of_reason.items()]
-    units = [f"`privacy.unit={unit}`" for unit in ("client", "sample") if unit not in method.private]
+    units = [f"`privacy.unit={unit}`" for unit in ("client", "sample") if unit not in method.privacy_units]
     if units:
         lines.append(f"It refuses {' and '.join(units)}, which would not make private what it sends.")
     return "\n".join(lines)

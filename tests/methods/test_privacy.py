@@ -185,7 +185,7 @@ def test_every_method_keeps_the_promise_or_refuses_it(
     """Only what is averaged is sent (client), and nobody trains by an unprotected gradient (sample)."""
     keys = [*method_settings(method), *PLAIN, *UNITS[unit], "train.rounds=2", "train.finetune_epochs=0"]
     keys += ["data.per_client=12", "train.batch_size=8"]
-    if unit not in METHODS[method].private:
+    if unit not in METHODS[method].privacy_units:
         with pytest.raises(UserError, match=rf"privacy.unit={unit} does not go with method.name={method}, "):
             Run(*keys)
         return
@@ -216,8 +216,8 @@ def test_every_method_keeps_the_promise_or_refuses_it(
 
 @pytest.mark.quick
 def test_a_class_made_from_a_private_one_must_say_so_anew() -> None:
-    assert FedAvg.private == ("client", "sample")
-    assert type("Other", (FedAvg,), {"name": "other"}).private == ()  # type: ignore[attr-defined]
+    assert FedAvg.privacy_units == ("client", "sample")
+    assert type("Other", (FedAvg,), {"name": "other"}).privacy_units == ()  # type: ignore[attr-defined]
 
 
 def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(tmp_path: Path, mpirun_command: list[str]) -> None:

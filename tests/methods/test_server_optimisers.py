@@ -136,7 +136,7 @@ def test_other_names_of_fedavg_have_no_code_of_their_own(method: str) -> None:
     """Tests of every method leave them out."""
     found = METHODS[method]
     assert found.__bases__ == (METHODS["fedavg"],)
-    assert {name for name in vars(found) if name[0] != "_"} <= {"name", "summary", "private", "traits"}
+    assert {name for name in vars(found) if name[0] != "_"} <= {"name", "summary", "privacy_units", "traits"}
 
 
 @pytest.mark.quick
