@@ -45,22 +45,13 @@ QUICK = {
 LONGEST = [
     f"test_{name}"
     for name in (
-        *("docs", "process_faults", "jobs", "transports", "methods", "unseen", "bits", "trackers"),
-        *(
-            "divergence",
-            "faults",
-            "sharded_runs",
-            "nodes",
-            "marked_device",
-            "under_mpirun",
-            "three_rounds",
-            "bench",
-        ),
-        *("paper_figures", "cli", "networks", "plan", "configs", "local_settings", "adaptation", "table"),
-        *("privacy", "page", "hostile", "clients", "resume", "take_away", "fedmn", "fedafk", "slurm_nodes"),
+        *("docs", "process_faults", "jobs", "bits", "marked_device", "nodes", "resume", "transports"),
+        *("methods", "paper_figures", "unseen", "clients", "three_rounds", "table", "faults", "take_away"),
+        *("divergence", "sharded_runs", "slurm_nodes", "page", "kinds", "bench", "under_mpirun", "plan"),
+        *("trackers", "configs", "networks", "memory", "hostile", "privacy", "cli", "patience"),
     )
 ]
-"""Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
+"""Files that take a worker of jobs/test.sh ten seconds and more: none of them may be the last to start."""
 
 LEFT_OUT = ("soak", "nodes")
 """Markers of tests that take minutes, and run only where `-m` chooses them."""

@@ -117,6 +117,7 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
         (["keys", "pfedla"], "did you mean method.pfedla?"),
         (["keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
         (["keys", "train.round"], "did you mean train.rounds?"),
+        (["keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
