@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,15 @@ ADAM = (
 ADAMW = (*ADAM, "train.optimiser=adamw", "train.weight_decay=0.3")
 
 
+Loss = Callable[[Network, Tensor, Tensor], Tensor]
+"""Function of a network and a mini-batch."""
+
+
+def assert_close(found: Any, expected: Any, atol: float = 1e-9) -> None:
+    """Compare tensors, or dictionaries and sequences of them, number by number."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 def is_batchnorm(layout: ParameterLayout) -> Tensor:
     """Return bool [P]: which numbers are BatchNorm's weight or bias, by module type."""
     mask = torch.zeros(layout.size, dtype=torch.bool)
@@ -68,8 +77,10 @@ def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:
 def batches_of(
     run: Run, client: int, round: int, purpose: str = "batches", epochs: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one client's mini-batches (x, y) of a training pass."""
-    x, y = run.workplace.shard.samples("train", client)
+    """Yield one client's mini-batches (x, y) of a training pass; new clients follow the others."""
+    new = client - run.num_clients
+    shard, place = (run.unseen.shard, new) if new >= 0 else (run.workplace.shard, client)
+    x, y = shard.samples("train", place)
     stream = torch_stream(run.config.run.seed, purpose, round, client)
     for _ in range(run.config.train.local_epochs if epochs is None else epochs):
         order = torch.randperm(len(y), generator=stream)
@@ -106,15 +117,36 @@ def train_by_torch(
     part: str = "",
     purpose: str = "batches",
     epochs: int | None = None,
+    loss: Loss | None = None,
 ) -> None:
-    """Train the parameters whose names begin with `part` on cross-entropy."""
+    """Train the parameters whose names begin with `part` on cross-entropy, or another loss."""
+
+    def plain(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(network(x), y, label_smoothing=run.config.train.label_smoothing or 0.0)
+
     optimiser = torchs_optimiser(
         run, [p for name, p in network.named_parameters() if name.startswith(part)], round
     )
     for x, y in batches_of(run, client, round, purpose, epochs):
         network.zero_grad()
-        cross_entropy(network(x), y, label_smoothing=run.config.train.label_smoothing or 0.0).backward()
+        (loss or plain)(network, x, y).backward()
         optimiser.step()
+
+
+def train_cohort(
+    run: Run, round: int, theta: Tensor, buffers: Tensor, loss_of: Callable[[int], Loss] | None = None
+) -> tuple[list[int], Tensor, Tensor]:
+    """Train the clients of a round from one model [P] with statistics [U], each on a loss of its own or not.
+
+    Returns the clients, their models [S, P] and running statistics [S, U].
+    """
+    clients, ends = list(run.simulation.cohort(round).clients), []
+    for client in clients:
+        network = network_with(run, theta, buffers)
+        train_by_torch(run, client, round, network, loss=loss_of(client) if loss_of else None)
+        ends.append(run.method.layout.flatten(network))
+    models, statistics = (torch.stack(rows) for rows in zip(*ends, strict=True))
+    return clients, models, statistics
 
 
 def give_one_class_each(run: Run) -> None:
@@ -148,16 +180,21 @@ def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
     return kind(context, kind.Params.model_validate(params))
 
 
+def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
+    """Return some clients as the cohort of a round."""
+    return Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
+
+
 def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
     """Train one client from its state and the server's as they are now; return its upload."""
-    cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
+    cohort = cohort_of(run.method, [client], round)
     clients = ClientGroup(run.workplace, [client], round)
     channel = Channel(Communicator(), run.method.layers, run.num_clients)
     return run.driver.train(clients, channel.down(run.driver.download(run.server, cohort), cohort)), clients
 
 
 def step_size(run: Run, round: int) -> float:
-    """Return the step size of a round."""
+    """Return the learning rate of a round."""
     return float(run.config.train.lr * run.config.train.lr_decay**round)
 
 

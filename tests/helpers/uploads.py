@@ -42,3 +42,9 @@ class GivenUpload(Upload):
 
     def drain(self) -> None:
         """Do nothing: no other rank waits."""
+
+
+def upload_of(rows: dict[str, Tensor], sent: Message | None = None) -> GivenUpload:
+    """Return one block of what all clients of a cohort sent, tensors [S, ...] by name."""
+    size = len(next(iter(rows.values())))
+    return GivenUpload([(slice(0, size), Message(per_client=rows, num_clients=size))], sent)

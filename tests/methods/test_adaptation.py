@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from by_hand import batches_of, mean_by_samples, method_of, work
+from by_hand import assert_close, batches_of, mean_by_samples, method_of, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
@@ -127,9 +127,9 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
         ]
         theta = mean_by_samples(run, cohort.clients, torch.stack(trained))
         statistics = mean_by_samples(run, cohort.clients, moved)
-    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], theta)
     if BUFFERS in run.server:
-        torch.testing.assert_close(run.server[BUFFERS], statistics, rtol=0, atol=1e-9)
+        assert_close(run.server[BUFFERS], statistics)
     assert run.clients == {}
     assert run.config.method.options.delta == 0.001
 
@@ -261,14 +261,14 @@ def test_rounds_of_fedala_equal_a_slow_twin(keys: tuple[str, ...], fewest: int, 
     assert fewest <= min(first) <= max(first) <= most
     assert (len(first) > 1) == (fewest < most)
     assert all(later == [1] * len(later) for _, *later in learning)
-    torch.testing.assert_close(run.clients["weights"], twin.weights, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.clients["theta"], twin.own, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.server["theta"], twin.shared, rtol=0, atol=1e-9)
+    assert_close(run.clients["weights"], twin.weights)
+    assert_close(run.clients["theta"], twin.own)
+    assert_close(run.server["theta"], twin.shared)
     assert run.clients["stage"].tolist() == twin.stage
     if BUFFERS in run.server:
-        torch.testing.assert_close(run.server[BUFFERS], twin.statistics, rtol=0, atol=1e-9)
+        assert_close(run.server[BUFFERS], twin.statistics)
     hats = torch.stack([twin.combined(client, twin.learn(client, 4)[0]) for client in range(4)])
-    torch.testing.assert_close(run.evaluated()["theta"], hats, rtol=0, atol=1e-9)
+    assert_close(run.evaluated()["theta"], hats)
     rounds = torch.tensor([[len(passes)] * 2 for passes in twin.passes])
     assert torch.equal(run.bytes_by_client, 8 * run.method.layout.size * rounds)
     assert (run.clients["weights"] - 1).abs().max() > 0.01

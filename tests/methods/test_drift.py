@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,19 +12,22 @@ import torch
 from by_hand import (
     SLIPPERY,
     SOME,
+    Loss,
+    assert_close,
     batches_of,
     mean_by_samples,
     method_of,
     network_with,
     torchs_optimiser,
+    train_cohort,
     work,
 )
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
@@ -35,9 +39,6 @@ from hpcfl.models import Network
 from hpcfl.training.losses import distillation_loss
 
 MLP = ("model.name=mlp", "model.hidden=[16]")
-
-Loss = Callable[[Network, Tensor, Tensor], Tensor]
-"""Function of a network and a mini-batch."""
 
 
 def assert_same_bits(ours: Run, theirs: Run) -> None:
@@ -145,22 +146,12 @@ def test_rounds_equal_a_slow_twin_with_its_loss(
     assert (counts_of(run) == 0).any() or loss_of is not with_margins
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     for number in range(3):
-        clients = run.simulation.cohort(number).clients
-        ends = []
-        for client in clients:
-            network, received = (network_with(run, theta, buffers) for _ in range(2))
-            loss = loss_of(run, client, received)
-            optimiser = torchs_optimiser(run, list(network.parameters()), number)
-            for x, y in batches_of(run, client, number):
-                network.zero_grad()
-                loss(network, x, y).backward()
-                optimiser.step()
-            ends.append(run.method.layout.flatten(network))
-        theta, buffers = (
-            mean_by_samples(run, clients, torch.stack(rows)) for rows in zip(*ends, strict=True)
-        )
-    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
+        received = network_with(run, theta, buffers)
+        losses = {client: loss_of(run, client, copy.deepcopy(received)) for client in range(4)}
+        clients, models, statistics = train_cohort(run, number, theta, buffers, losses.__getitem__)
+        theta, buffers = (mean_by_samples(run, clients, rows) for rows in (models, statistics))
+    assert_close(run.server["theta"], theta)
+    assert_close(run.server["buffers"], buffers)
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
@@ -252,10 +243,10 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=scaffold", "train.lr_decay=0.8", *keys)
     theta, buffers, c, own = scaffold_by_hand(run)
-    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.server["variate"], c, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.clients["variate"], own, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], theta)
+    assert_close(run.server["buffers"], buffers)
+    assert_close(run.server["variate"], c)
+    assert_close(run.clients["variate"], own)
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
@@ -274,9 +265,7 @@ def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str
             y = y - lr * (y - wanted - own + server["variate"])
         change = (server["theta"] - y) / (steps * lr) - server["variate"]
         own = own + change
-        rows = {"theta": y, "change": change}
-        blocks = iter([(slice(0, 2), Message(per_client=rows, num_clients=2))])
-        method.aggregate(server, cohort, GivenUpload(blocks))
+        method.aggregate(server, cohort, upload_of({"theta": y, "change": change}))
     torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
 
 
@@ -351,14 +340,14 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     cohorts = [set(run.simulation.cohort(number).clients) for number in range(3)]
     assert (cohorts[0] - cohorts[1]) & cohorts[2]
     evaluated = run.evaluated()
-    torch.testing.assert_close(evaluated["theta"], theta.expand(4, -1), rtol=0, atol=1e-9)
-    torch.testing.assert_close(evaluated["buffers"], buffers, rtol=0, atol=1e-9)
+    assert_close(evaluated["theta"], theta.expand(4, -1))
+    assert_close(evaluated["buffers"], buffers)
     assert run.clients["count"].tolist() == [
         sum(client in cohort for cohort in cohorts) for client in range(4)
     ]
     for client, (model, kept) in previous.items():
-        torch.testing.assert_close(run.clients["previous"][client], model, rtol=0, atol=1e-9)
-        torch.testing.assert_close(run.clients["previous_buffers"][client], kept, rtol=0, atol=1e-9)
+        assert_close(run.clients["previous"][client], model)
+        assert_close(run.clients["previous_buffers"][client], kept)
 
 
 @pytest.mark.usefixtures("double")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch, work
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    assert_close,
+    batches_of,
+    mean_by_samples,
+    method_of,
+    network_with,
+    train_cohort,
+    work,
+)
 from harness import Run
 from torch import Tensor
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.methods.elastic import Elastic
 
 ELASTIC = "method.name=elastic"
 MLP = ("model.name=mlp", "model.hidden=[16]")
 ONE_A_ROUND = "train.participation=0.25"
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.quick
@@ -40,8 +46,7 @@ def test_the_servers_step_worked_out() -> None:
         "theta": torch.tensor([[2.0], [6.0]]).expand(2, size),
         "sensitivity": torch.tensor([[3.0], [1.0]]).expand(2, size),
     }
-    cohort, upload = Cohort(0, (0, 1), torch.tensor([10, 30])), Message(per_client=rows, num_clients=2)
-    method.aggregate(server, cohort, GivenUpload([(slice(0, 2), upload)]))
+    method.aggregate(server, Cohort(0, (0, 1), torch.tensor([10, 30])), upload_of(rows))
     assert_close(server["theta"], torch.full((size,), 1 + 1.0 * 4.0), atol=1e-6)
 
 
@@ -70,20 +75,13 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     layout = run.method.layout
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     for number in range(3):
-        clients = list(run.simulation.cohort(number).clients)
-        models, statistics, omegas = [], [], []
-        for client in clients:
-            omegas.append(sensitivity_by_hand(run, client, number, theta, buffers))
-            network = network_with(run, theta, buffers)
-            train_by_torch(run, client, number, network)
-            model, kept = layout.flatten(network)
-            models.append(model)
-            statistics.append(kept)
-        mean, largest = mean_by_samples(run, clients, torch.stack(omegas)), torch.stack(omegas).amax(dim=0)
-        update = mean_by_samples(run, clients, torch.stack(models)) - theta
+        clients, models, statistics = train_cohort(run, number, theta, buffers)
+        omegas = torch.stack([sensitivity_by_hand(run, client, number, theta, buffers) for client in clients])
+        mean, largest = mean_by_samples(run, clients, omegas), omegas.amax(dim=0)
+        update = mean_by_samples(run, clients, models) - theta
         ratio = [float(m / most) if most > 0 else 0.0 for m, most in zip(mean, largest, strict=True)]
         theta = theta + (1 + run.config.method.options.tau - torch.tensor(ratio)) * update
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        buffers = mean_by_samples(run, clients, statistics)
     matters = torch.ones_like(theta, dtype=torch.bool)
     for slot in layout.parameters:
         # changes no output, so that its gradients are rounding errors

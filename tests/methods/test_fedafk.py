@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import batches_of, work
+from by_hand import assert_close, batches_of, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -198,12 +198,12 @@ def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
         twin.round(number)
     layout = run.method.layout
     shared = parameters_to_vector(twin.shared.parameters()).detach()
-    torch.testing.assert_close(run.server["theta"], shared, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], shared)
     ends = [layout.flatten(network) for network in twin.local]
     evaluated = run.evaluated()
-    torch.testing.assert_close(evaluated["theta"], torch.stack([end[0] for end in ends]), rtol=0, atol=1e-9)
-    torch.testing.assert_close(evaluated["buffers"], torch.stack([end[1] for end in ends]), rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.clients["coefficient"], torch.stack(twin.coefficient), rtol=0, atol=1e-9)
+    assert_close(evaluated["theta"], torch.stack([end[0] for end in ends]))
+    assert_close(evaluated["buffers"], torch.stack([end[1] for end in ends]))
+    assert_close(run.clients["coefficient"], torch.stack(twin.coefficient))
     if run.config.method.options.mixing:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
 

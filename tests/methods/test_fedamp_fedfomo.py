@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import batches_of, gradient, loss, method_of, step_size, work
+from by_hand import assert_close, batches_of, gradient, loss, method_of, step_size, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from uploads import GivenUpload
@@ -37,10 +37,6 @@ SOME = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 """Two of four clients in a round, all of them unequal, and smaller steps each round."""
 
 ALONE = (*MLP, "data.clients=1", "data.partition.name=iid")
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # FedAMP's weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import method_of, network_with, train_by_torch
+from by_hand import assert_close, method_of, network_with, train_by_torch
 from harness import Run
 from uploads import GivenUpload
 
@@ -57,7 +57,7 @@ def test_local_clients_train_alone_when_sampled_and_send_nothing() -> None:
             train_by_torch(run, client, number, networks[client])
     theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
     expected = {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
-    torch.testing.assert_close(run.clients, expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.evaluated(), expected, rtol=0, atol=1e-9)
+    assert_close(run.clients, expected)
+    assert_close(run.evaluated(), expected)
     assert run.server == {}
     assert run.bytes_by_client.sum() == 0

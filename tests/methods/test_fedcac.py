@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import batches_of, gradient, mean_by_samples, method_of, step_size
+from by_hand import assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 
@@ -18,10 +18,6 @@ from hpcfl.parameters import Slot
 FEDCAC = "method.name=fedcac"
 MLP = ("model.name=mlp", "model.hidden=[16]")
 TWO_TENSORS = (Slot("a", (4,), 0, 4, "layer"), Slot("b", (3,), 4, 7, "layer"))
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # Critical numbers

@@ -7,6 +7,7 @@ import torch
 from by_hand import (
     SLIPPERY,
     SOME,
+    assert_close,
     batches_of,
     mean_by_samples,
     network_with,
@@ -88,18 +89,18 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     twin = Twin(run)
     for number in range(3):
         twin.round(number)
-    torch.testing.assert_close(run.server["theta"], twin.theta, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.server["consensus"], twin.consensus, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.clients["offset"], twin.offsets, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], twin.theta)
+    assert_close(run.server["consensus"], twin.consensus)
+    assert_close(run.clients["offset"], twin.offsets)
     if "buffers" in run.server:
-        torch.testing.assert_close(run.server["buffers"], twin.buffers, rtol=0, atol=1e-9)
+        assert_close(run.server["buffers"], twin.buffers)
     assert run.clients["offset"].abs().max() > 1e-3
     evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
         group = ClientGroup(run.workplace, range(4), 3)
         ours = run.method.predict(group, evaluated, client, x)
-        torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
+        assert_close(ours, twin.probabilities(client, x))
 
 
 def test_its_first_round_is_fedavgs_to_the_bit() -> None:
@@ -129,4 +130,4 @@ def test_unseen_clients_learn_an_offset_beside_the_model() -> None:
         (head,) = network.head.children()
         assert isinstance(head, nn.Linear)
         expected = head.bias + head.weight @ offset
-        torch.testing.assert_close(models["theta"][client, -10:], expected.detach(), rtol=0, atol=1e-9)
+        assert_close(models["theta"][client, -10:], expected.detach())

@@ -12,11 +12,11 @@ import h5py
 import pytest
 import torch
 from bits import logits_by_network, raw_tests, run_here
-from by_hand import paths_by_hand, torchs_optimiser
+from by_hand import assert_close, paths_by_hand, torchs_optimiser
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from uploads import GivenUpload
+from uploads import upload_of
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
@@ -179,8 +179,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     sent = MethodAdapter(method).server_response(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
-    blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
-    method.aggregate(server, cohort, GivenUpload(blocks, sent))
+    method.aggregate(server, cohort, upload_of({"theta": rows}, sent))
     return method, before, rows, server["theta"]
 
 
@@ -275,7 +274,7 @@ def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
 def test_dropout_draws_the_same_for_a_client_in_any_group(double: None) -> None:
     keys = (*NARROW, *UNEQUAL, "method.dropout=0.4", "train.rounds=1")
     one, three = (Run(*keys, "run.engine=batched", f"run.clients_at_once={n}") for n in (1, 3))
-    torch.testing.assert_close(one.server["theta"], three.server["theta"], rtol=0, atol=1e-9)
+    assert_close(one.server["theta"], three.server["theta"])
 
 
 def apart(rows: Tensor) -> tuple[float, float]:

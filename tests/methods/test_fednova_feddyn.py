@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import (
-    ADAM,
-    SOME,
-    batches_of,
-    mean_by_samples,
-    method_of,
-    network_with,
-    torchs_optimiser,
-    train_by_torch,
-)
+from by_hand import ADAM, SOME, Loss, assert_close, cohort_of, mean_by_samples, method_of, train_cohort
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.feddyn import FedDyn
 from hpcfl.methods.fednova import FedNova, sum_of_factors
+from hpcfl.models import Network
 
 MLP = ("model.name=mlp", "model.hidden=[16]")
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def steps_of(run: Run, client: int) -> int:
@@ -52,17 +40,13 @@ def test_factors_of_gradients_worked_out() -> None:
 def test_rounds_of_fednova_equal_a_slow_twin() -> None:
     keys = ("train.local_epochs=2", "train.lr_decay=0.8", "train.momentum=0.8", "train.weight_decay=0.01")
     run = Run(*SOME, "method.name=fednova", *keys)
-    layout, samples = run.method.layout, run.method.context.num_samples
+    samples = run.method.context.num_samples
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     for number in range(3):
-        clients = run.simulation.cohort(number).clients
-        total = float(samples[list(clients)].sum())
-        step, effective, statistics, norms = torch.zeros_like(theta), 0.0, [], []
-        for client in clients:
-            network = network_with(run, theta, buffers)
-            train_by_torch(run, client, number, network)
-            end, kept = layout.flatten(network)
-            statistics.append(kept)
+        clients, models, statistics = train_cohort(run, number, theta, buffers)
+        total = float(samples[clients].sum())
+        step, effective, norms = torch.zeros_like(theta), 0.0, []
+        for client, end in zip(clients, models, strict=True):
             # the recursion of the authors' optimiser
             counter = norm = 0.0
             for _ in range(steps_of(run, client)):
@@ -74,7 +58,7 @@ def test_rounds_of_fednova_equal_a_slow_twin() -> None:
             norms.append(norm)
         assert len(set(norms)) > 1
         theta = theta - effective * step
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        buffers = mean_by_samples(run, clients, statistics)
     assert_close(run.server["theta"], theta)
     assert_close(run.server["buffers"], buffers)
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
@@ -101,9 +85,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
     left = (1 - 1e-3) ** steps.float().unsqueeze(1)
     for _ in range(1500):
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
-        method.aggregate(
-            server, cohort, GivenUpload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))]))
-        )
+        method.aggregate(server, cohort, upload_of(rows))
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
 
 
@@ -116,31 +98,28 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=feddyn", "method.alpha=0.3", "train.lr_decay=0.8", *keys)
-    layout, samples = run.method.layout, run.method.context.num_samples
+    samples = run.method.context.num_samples
     w, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
     # the authors' form: sums of a client's moves, of which g_i is -alpha_i times
     moves = torch.zeros(4, len(w))
+
+    def loss_of(client: int) -> Loss:
+        alpha = 0.3
+        if run.config.method.options.weights == "samples":
+            alpha = 0.3 / (float(samples[client]) * 4 / float(samples.sum()))
+
+        def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+            theta = torch.cat([p.flatten() for p in network.parameters()])
+            penalty = alpha * (moves[client] @ theta) + alpha / 2 * (theta - w).square().sum()
+            return cross_entropy(network(x), y) + penalty
+
+        return loss
+
     for number in range(3):
-        clients = list(run.simulation.cohort(number).clients)
-        models, statistics = [], []
-        for client in clients:
-            alpha = 0.3
-            if run.config.method.options.weights == "samples":
-                alpha = 0.3 / (float(samples[client]) * 4 / float(samples.sum()))
-            network = network_with(run, w, buffers)
-            optimiser = torchs_optimiser(run, list(network.parameters()), number)
-            for x, y in batches_of(run, client, number):
-                theta = torch.cat([p.flatten() for p in network.parameters()])
-                penalty = alpha * (moves[client] @ theta) + alpha / 2 * (theta - w).square().sum()
-                network.zero_grad()
-                (cross_entropy(network(x), y) + penalty).backward()
-                optimiser.step()
-            model, kept = layout.flatten(network)
-            moves[client] += model - w
-            models.append(model)
-            statistics.append(kept)
-        w = torch.stack(models).mean(dim=0) + moves.mean(dim=0)
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        clients, models, statistics = train_cohort(run, number, w, buffers, loss_of)
+        moves[clients] += models - w
+        w = models.mean(dim=0) + moves.mean(dim=0)
+        buffers = mean_by_samples(run, clients, statistics)
     assert_close(run.server["theta"], w)
     assert_close(run.server["h"], moves.mean(dim=0))
     assert_close(run.server["buffers"], buffers)
@@ -164,8 +143,7 @@ def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
         w = server["theta"].expand_as(wanted)
         theta = ((wanted + slope + alpha * w) / (1 + alpha)).float()
         slope[members] = (slope - alpha * (theta - w)).float()[members]
-        message = Message(per_client={"theta": theta[members]}, num_clients=len(members))
-        cohort = Cohort(number, tuple(members), method.context.num_samples[members])
-        method.aggregate(server, cohort, GivenUpload(iter([(slice(0, len(members)), message)])))
+        cohort = cohort_of(method, members, number)
+        method.aggregate(server, cohort, upload_of({"theta": theta[members]}))
     assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
     assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)

@@ -10,7 +10,15 @@ import math
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, adapted_by_head_alone, batches_of, mean_by_samples, torchs_optimiser
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    adapted_by_head_alone,
+    assert_close,
+    batches_of,
+    mean_by_samples,
+    torchs_optimiser,
+)
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -228,15 +236,15 @@ def test_rounds_equal_a_slow_twin(kind: type[OfClient], keys: tuple[str, ...]) -
         shared = mean_by_samples(run, clients, torch.stack([model.sent(theta) for model in models]))
         theta = torch.cat([shared[:-HEAD], theta[-HEAD:]])
         buffers = mean_by_samples(run, clients, torch.stack([model.buffers_of() for model in models]))
-    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
-    torch.testing.assert_close(run.clients["head"], heads, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], theta)
+    assert_close(run.clients["head"], heads)
     evaluated, group = run.evaluated(), ClientGroup(run.workplace, range(4), 3)
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
         with torch.no_grad():
             expected = of_client(client).eval().logits_of(client, x).softmax(dim=1)
         ours = run.method.predict(group, evaluated, client, x)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
+        assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("method", [GPFL, FEDCP])

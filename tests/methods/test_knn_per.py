@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from by_hand import network_with
+from by_hand import assert_close, network_with
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def test_predictions_by_hand() -> None:
             for place in nearest:
                 votes[labels[place]] += torch.exp(-squares[place] / (0.5 * 64))
             expected = 0.3 * votes / votes.sum() + 0.7 * by_model[sample]
-            torch.testing.assert_close(found[sample], expected, rtol=0, atol=1e-9)
+            assert_close(found[sample], expected)
 
 
 def test_training_and_traffic_are_fedavgs() -> None:

@@ -5,20 +5,17 @@ Shapes: U such clients, N others, P trainable numbers, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, network_with, torchs_optimiser
+from by_hand import SLIPPERY, SOME, batches_of, network_with, train_by_torch
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.methods.fedfomo import FedFomo
 from hpcfl.models import Network
-from hpcfl.randomness import torch_stream
-from hpcfl.training.batches import minibatches
 
 N, U, ROUNDS, EPOCHS = 3, 1, 2, 2
 EPOCHS_OF_NEW = f"train.unseen_epochs={EPOCHS}"
@@ -35,27 +32,12 @@ def finished(*keys: str) -> Run:
     return run
 
 
-def batches(run: Run, purpose: str, epochs: int = EPOCHS) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the mini-batches of the new client."""
-    x, y = run.unseen.shard.samples("train", 0)
-    stream = torch_stream(run.config.run.seed, purpose, ROUNDS, N)
-    for _ in range(epochs):
-        order = torch.randperm(len(y), generator=stream)
-        for start, stop in minibatches(len(y), run.config.train.batch_size):
-            yield x[order[start:stop]], y[order[start:stop]]
-
-
 def trained(
     run: Run, theta: Tensor, buffers: Tensor, purpose: str, part: str = "", epochs: int = EPOCHS
 ) -> tuple[Tensor, Tensor]:
     """Train the parameters whose names begin with `part`, with torch's own modules and optimiser."""
     network = network_with(run, theta, buffers)
-    parameters = [p for name, p in network.named_parameters() if name.startswith(part)]
-    optimiser = torchs_optimiser(run, parameters, ROUNDS)
-    for x, y in batches(run, purpose, epochs):
-        network.zero_grad()
-        cross_entropy(network(x), y).backward()
-        optimiser.step()
+    train_by_torch(run, N, ROUNDS, network, part=part, purpose=purpose, epochs=epochs)
     weights, statistics = run.method.layout.flatten(network)
     return weights, statistics
 
@@ -216,7 +198,7 @@ def test_ifca_trains_the_model_that_fits() -> None:
 def test_per_fedavg_takes_its_step_of_adaptation() -> None:
     run = finished("method.name=per_fedavg", "train.momentum=0", "train.weight_decay=0")
     network = network_with(run, run.server["theta"], run.server["buffers"])
-    x, y = next(batches(run, "evaluation", 1))
+    x, y = next(batches_of(run, N, ROUNDS, "evaluation", 1))
     cross_entropy(network(x), y).backward()
     slope = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None])
     torch.testing.assert_close(run.adapted()["theta"][0], run.server["theta"] - 0.01 * slope)

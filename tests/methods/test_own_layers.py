@@ -13,6 +13,7 @@ from by_hand import (
     ADAMW,
     SLIPPERY,
     SOME,
+    assert_close,
     batches_of,
     mean_by_samples,
     network_with,
@@ -114,7 +115,7 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], stays: Names, phases: P
     run = Run(*SOME, *SLIPPERY, *keys)
     assert len(set(run.method.context.num_samples.tolist())) > 1
     theta, buffers = rounds_by_hand(run, numbers(run, stays), phases)
-    torch.testing.assert_close(run.evaluated(), {"theta": theta, "buffers": buffers}, rtol=0, atol=1e-9)
+    assert_close(run.evaluated(), {"theta": theta, "buffers": buffers})
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.traits.needs_body])
@@ -192,7 +193,7 @@ def test_fedbabu_tunes_what_it_is_told_to(finetune: str, part: str) -> None:
         train_by_torch(run, client, 1, network, part=part, purpose="finetune", epochs=2)
         theta, buffers = run.method.layout.flatten(network)
         found = {name: rows[client] for name, rows in tuned.items()}
-        torch.testing.assert_close(found, {"theta": theta, "buffers": buffers}, rtol=0, atol=1e-9)
+        assert_close(found, {"theta": theta, "buffers": buffers})
 
 
 # FedRoD
@@ -284,12 +285,12 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     server = {"theta": twin.theta, "buffers": twin.buffers}
     clients = {"head": torch.stack(twin.heads)} if twin.psi is None else {}
     server |= {} if twin.psi is None else {"hypernetwork": twin.psi}
-    torch.testing.assert_close((run.server, run.clients), (server, clients), rtol=0, atol=1e-9)
+    assert_close((run.server, run.clients), (server, clients))
     evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
         ours = run.method.predict(ClientGroup(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
-        torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
+        assert_close(ours, twin.probabilities(client, x))
 
 
 def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:

@@ -6,12 +6,12 @@ Twins in plain torch go through whole rounds in float64.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from by_hand import (
     SLIPPERY,
+    assert_close,
     batches_of,
     gradient,
     loss,
@@ -39,10 +39,6 @@ SOME = (*UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 """Two of four clients in a round, all of them unequal, and smaller steps each round."""
 
 STATISTICS = (*SOME, "model.batchnorm=true", "train.buffers=local", *SLIPPERY)
-
-
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 # What is common to all

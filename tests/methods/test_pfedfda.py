@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from by_hand import (
     SLIPPERY,
     SOME,
     adapted_gaussians,
+    assert_close,
     discriminant_head,
     give_one_class_each,
     mean_by_samples,
@@ -27,10 +26,6 @@ from hpcfl.randomness import torch_stream
 
 PFEDFDA = "method.name=pfedfda"
 K, F = 10, 16
-
-
-def assert_close(found: Any, expected: Any, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # Gaussians

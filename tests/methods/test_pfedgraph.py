@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import batches_of, loss, method_of, step_size
+from by_hand import assert_close, batches_of, loss, method_of, step_size
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
 
@@ -16,10 +16,6 @@ from hpcfl.methods.pfedgraph import PFedGraph, cosine_gradient
 
 PFEDGRAPH = "method.name=pfedgraph"
 MLP = ("model.name=mlp", "model.hidden=[16]")
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # The graph

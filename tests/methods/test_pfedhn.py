@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import loss, work
+from by_hand import cohort_of, loss, work
 from harness import Run, random
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.adapter import MethodAdapter
@@ -59,14 +59,9 @@ def part(server: State) -> State:
     return {name.removeprefix(HYPERNETWORK): server[name].clone() for name in names}
 
 
-def cohort_of(run: Run, clients: Sequence[int]) -> Cohort:
-    return Cohort(0, tuple(clients), run.method.context.num_samples[list(clients)])
-
-
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
-    blocks = iter([(slice(0, len(deltas)), Message(per_client={"update": deltas}, num_clients=len(deltas)))])
-    run.driver.aggregate(server, cohort_of(run, clients), GivenUpload(blocks))
+    run.driver.aggregate(server, cohort_of(run.method, clients), upload_of({"update": deltas}))
 
 
 def method_of(*keys: str) -> tuple[Run, State]:
@@ -112,7 +107,7 @@ def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() ->
     common, drawn = (Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn"))
     initial = common.method.context.initial_parameters()
     equal, apart = (
-        run.driver.download(run.driver.initial_server(), cohort_of(run, range(4)))["theta"]
+        run.driver.download(run.driver.initial_server(), cohort_of(run.method, range(4)))["theta"]
         for run in (common, drawn)
     )
     assert torch.equal(equal, initial.expand(4, -1))
@@ -131,7 +126,7 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model() -> None:
     x, y = run.workplace.shard.samples("train", 2)
 
     def loss_of_generated() -> float:
-        theta = run.driver.download(run.server, cohort_of(run, [2]))["theta"][0]
+        theta = run.driver.download(run.server, cohort_of(run.method, [2]))["theta"][0]
         return float(loss(run, theta, x, y))
 
     before, delta = loss_of_generated(), work(run, 2)[0].per_client["update"]

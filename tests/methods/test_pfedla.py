@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from by_hand import OneClient, network_with, train_by_torch
+from by_hand import OneClient, assert_close, cohort_of, network_with, train_by_torch
 from harness import UNEQUAL, Run, random
 from torch import Tensor
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.errors import UserError
 from hpcfl.methods import Method, pfedla
@@ -27,16 +26,11 @@ DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hype
 """From the first round on, models and weights differ."""
 
 
-def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
-    return Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
-
-
 def aggregate(method: Method, server: State, clients: Sequence[int], trained: Tensor) -> None:
     """Answer what the server sends these clients with trained models [S, P]."""
     cohort = cohort_of(method, clients)
-    message = Message(per_client={"theta": trained}, num_clients=len(trained))
-    blocks = iter([(slice(0, len(trained)), message)])
-    method.aggregate(server, cohort, GivenUpload(blocks, MethodAdapter(method).download(server, cohort)))
+    sent = MethodAdapter(method).download(server, cohort)
+    method.aggregate(server, cohort, upload_of({"theta": trained}, sent))
 
 
 # Weights that make pFedLA another method
@@ -298,13 +292,13 @@ def test_rounds_equal_a_slow_twin_with_one_module_a_client(
     twin = SlowTwin(run, kept)
     for number in range(run.config.train.rounds):
         twin.round(number)
-    torch.testing.assert_close(run.server["theta"], twin.theta, rtol=0, atol=1e-9)
+    assert_close(run.server["theta"], twin.theta)
     for name, tensor in hypernetworks(run.server).items():
         rows = [h.tensors(run.method.hypernetworks)[name] for h in twin.hypernetworks]
-        torch.testing.assert_close(tensor, torch.stack(rows), rtol=0, atol=1e-9)
+        assert_close(tensor, torch.stack(rows))
     mixed = torch.stack([twin.mixture(client).detach() for client in range(run.num_clients)])
     expected = {"theta": mixed, "buffers": twin.buffers}
-    torch.testing.assert_close(run.evaluated(), expected, rtol=0, atol=1e-9)
+    assert_close(run.evaluated(), expected)
     start = run.driver.initial_server()
     assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
 

@@ -10,12 +10,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, is_batchnorm, loss, torchs_optimiser, work
+from by_hand import SLIPPERY, SOME, assert_close, batches_of, is_batchnorm, loss, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods._simplex import project_to_simplex
@@ -31,9 +31,8 @@ def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Ten
     rows = {FIRST: branches[:, 0], OTHERS: branches[:, 1:], "alpha": alpha}
     size = len(num_samples)
     cohort = Cohort(0, tuple(range(size)), torch.tensor(num_samples))
-    blocks = iter([(slice(0, size), Message(per_client=rows, num_clients=size))])
     server = {"branches": run.server["branches"].clone()}
-    run.method.aggregate(server, cohort, GivenUpload(blocks))
+    run.method.aggregate(server, cohort, upload_of(rows))
     return server["branches"]
 
 
@@ -165,11 +164,11 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
     twin = SlowTwin(run)
     for number in range(2):
         twin.round(number)
-    torch.testing.assert_close(run.server["branches"], twin.branches, rtol=0, atol=1e-9)
+    assert_close(run.server["branches"], twin.branches)
     kept = torch.stack(twin.kept)
-    torch.testing.assert_close(run.clients[run.method.kept], kept, rtol=0, atol=1e-9)
+    assert_close(run.clients[run.method.kept], kept)
     mixed = torch.stack([twin.evaluated(client) for client in range(4)])
-    torch.testing.assert_close(run.evaluated()["theta"], mixed, rtol=0, atol=1e-9)
+    assert_close(run.evaluated()["theta"], mixed)
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
 
@@ -225,7 +224,7 @@ def test_weights_that_never_move_are_fedavg() -> None:
     keys = (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5")
     fedavg = Run(*keys, "method.name=fedavg").server["theta"]
     run = Run(*keys, OURS, "method.branches=3", "method.alpha_lr=0")
-    torch.testing.assert_close(run.server["branches"].mean(dim=0), fedavg, rtol=0, atol=1e-9)
+    assert_close(run.server["branches"].mean(dim=0), fedavg)
 
 
 # Projection

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import SOME, batches_of, gradient, mean_by_samples, method_of, step_size
+from by_hand import SOME, assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
 
@@ -20,10 +20,6 @@ MLP = ("model.name=mlp", "model.hidden=[16]")
 F, K = 16, 10
 WEIGHTS = slice(64 * F + F, 64 * F + F + K * F)
 """Where the head's weights are in the model."""
-
-
-def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # Weights

@@ -9,13 +9,13 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from by_hand import (
     SLIPPERY,
     SOME,
+    assert_close,
     batches_of,
     mean_by_samples,
     network_with,
@@ -25,9 +25,9 @@ from by_hand import (
 from harness import Run, random
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance
@@ -36,16 +36,11 @@ from hpcfl.methods.fedpac import head_weights
 from hpcfl.methods.fedtgp import contrastive_loss, generated, margin_of
 from hpcfl.models import Network
 from hpcfl.randomness import torch_stream
-from hpcfl.training.batches import minibatches
 
 K, F = 10, 64
 ONE_A_ROUND = "train.participation=0.25"
 NEAREST = [("method.name=fedproto",), ("method.name=fedtgp", "method.server_epochs=1")]
 """Methods that predict the class of the nearest prototype."""
-
-
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 def assert_prototypes(run: Run, known: dict[int, Tensor]) -> None:
@@ -136,9 +131,7 @@ def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
     }
     means = torch.tensor([[[4.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[0.0, 8.0], [1.0, 2.0], [0.0, 0.0]]])
     counts = torch.tensor([[1, 0, 0], [3, 5, 0]], dtype=torch.int32)
-    average_prototypes(
-        server, GivenUpload([(slice(0, 2), Message(per_client={"prototypes": means}, num_clients=2))]), counts
-    )
+    average_prototypes(server, upload_of({"prototypes": means}), counts)
     assert server["prototypes"].tolist() == [[1.0, 6.0], [1.0, 2.0], [7.0, 8.0]]
     assert server["is_known"].tolist() == [1, 1, 0]
 
@@ -242,10 +235,7 @@ def test_without_alignment_clients_train_as_local_does_to_the_bit(keys: tuple[st
 def test_a_new_client_trains_towards_the_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *keys, "data.unseen_clients=0.3", "train.unseen_epochs=2", "train.rounds=1")
     known = {int(label): run.server["prototypes"][label] for label in run.server["is_known"].nonzero()}
-    x, y = run.unseen.shard.samples("train", 0)
-    stream = torch_stream(0, "finetune", 1, 3)
-    orders = [torch.randperm(len(y), generator=stream) for _ in range(2)]
-    batches = [(x[order[a:b]], y[order[a:b]]) for order in orders for a, b in minibatches(len(y), 8)]
+    batches = batches_of(run, 3, 1, "finetune", 2)
     network = network_with(run, run.method.context.initial_parameters(), run.method.initial_buffers())
     train_towards(run, 3, 1, network, known, run.config.method.options.alignment, batches=batches)
     theta, buffers = run.method.layout.flatten(network)
@@ -356,8 +346,7 @@ def test_a_class_that_nobody_of_a_cohort_holds_stays_known_to_fedtgp() -> None:
     run = Run("method.name=fedtgp", "train.rounds=1", "method.server_epochs=1")
     run.server["is_known"] = torch.tensor([1] + [0] * 9, dtype=torch.uint8)
     rows = {"prototypes": random(1, K, F), "held": torch.eye(K, dtype=torch.uint8)[[4]]}
-    upload = GivenUpload([(slice(0, 1), Message(per_client=rows, num_clients=1))])
-    run.method.aggregate(run.server, Cohort(1, (0,), torch.tensor([5])), upload)
+    run.method.aggregate(run.server, Cohort(1, (0,), torch.tensor([5])), upload_of(rows))
     assert run.server["is_known"].nonzero().flatten().tolist() == [0, 4]
     assert run.server["prototypes"].isfinite().all()
 
@@ -396,7 +385,7 @@ def test_weights_of_two_clients_by_hand() -> None:
     """
     h, variance = torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([3.0, 1.0])
     expected = torch.tensor([[5 / 8, 3 / 8], [1 / 8, 7 / 8]]).double()
-    torch.testing.assert_close(head_weights(h, variance), expected, rtol=0, atol=1e-9)
+    assert_close(head_weights(h, variance), expected)
 
 
 @pytest.mark.parametrize("noise", [0.001, 1.0, 1000.0])
@@ -416,9 +405,7 @@ def test_weights_at_the_ends() -> None:
     torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)
     noise = torch.tensor([1.0, 2.0, 4.0, 4.0])
     shares = torch.tensor([4.0, 2.0, 1.0, 1.0]) / 8
-    torch.testing.assert_close(
-        head_weights(h[:1].expand(4, -1, -1), noise), shares.expand(4, -1), rtol=0, atol=1e-9
-    )
+    assert_close(head_weights(h[:1].expand(4, -1, -1), noise), shares.expand(4, -1))
     assert head_weights(h[:1], noise[:1]).item() == 1
     assert head_weights(torch.zeros(3, 2, 2), torch.zeros(3)).isfinite().all()
 
@@ -593,8 +580,8 @@ def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
     rows = random(2, run.method.layout.size)
     cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
     for information, weights in (([0.0, 0.0], [0.25, 0.75]), ([6.0, 1.0], [2 / 3, 1 / 3])):
-        message = Message(per_client={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
-        run.method.aggregate(run.server, cohort, GivenUpload([(slice(0, 2), message)]))
+        upload = upload_of({"theta": rows, "information": torch.tensor(information)})
+        run.method.aggregate(run.server, cohort, upload)
         body = run.method.layout.body
         torch.testing.assert_close(run.server["theta"][body], torch.tensor(weights) @ rows[:, body])
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, method_of, torchs_optimiser, work
+from by_hand import SLIPPERY, SOME, assert_close, batches_of, cohort_of, method_of, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from uploads import GivenUpload
+from uploads import upload_of
 
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import BUFFERS, Cohort
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
@@ -50,9 +50,7 @@ def receive(driver: MethodAdapter, server: State, rows: Mapping[int, State], rou
     """Answer with what each of some clients sends, tensors by name."""
     clients = sorted(rows)
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
-    blocks = iter([(slice(0, len(clients)), Message(per_client=stacked, num_clients=len(clients)))])
-    cohort = Cohort(round, tuple(clients), driver.method.context.num_samples[clients])
-    driver.aggregate(server, cohort, GivenUpload(blocks))
+    driver.aggregate(server, cohort_of(driver.method, clients, round), upload_of(stacked))
 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
@@ -480,7 +478,7 @@ def test_rounds_of_fedem_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         twin.round(number)
     found = (run.server["theta"], run.server.get(BUFFERS, twin.statistics), run.clients["weights"])
     expected = (twin.theta, twin.statistics, torch.stack(twin.weights))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert_close(found, expected)
 
 
 class ByNumbers(FedEM):
