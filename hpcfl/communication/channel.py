@@ -134,7 +134,9 @@ class Channel:
         need it to read the upload.
         Without a `coding` tensors are not compressed. Collective; see `Upload` for what ranks do next.
         """
-        header = pickle.dumps(self._frames(message)) if message.num_clients else b""
+        # without the clients' own masks, which `_upload_frame` collects from all ranks
+        frames_of_rank = [frame[[]] for frame in self._frames(message)]
+        header = pickle.dumps(frames_of_rank) if message.num_clients else b""
         headers = self._world.gather_bytes(header) or []
         first = next((header for header in headers if header), pickle.dumps([]))
         frames = {}

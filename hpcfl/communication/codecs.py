@@ -74,7 +74,8 @@ class Frame:
         has_layers = bool(shape) and shape[-1] == layers[-1].stop
         sizes = tuple(layer.size for layer in layers) if has_layers else (math.prod(shape),)
         models = math.prod(shape[:-1]) if has_layers else 1
-        keep = None if keep is None else keep.cpu()
+        # a copy: of a view, pickle sends all that it is cut from
+        keep = None if keep is None else keep.cpu().clone()
         return Frame(name, shape, tensor.dtype, models, sizes, has_layers, is_shared, keep)
 
     @property

@@ -71,6 +71,13 @@ def short(method: str) -> list[str]:
     return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
 
 
+def run_until_time_is_up(folder: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run one more round, since SLURM's time is up by then, and return the exit code."""
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        return run_here(folder, settings)
+
+
 # Every round boundary
 
 
@@ -92,9 +99,8 @@ def test_killed_and_then_stopped_or_prolonged(
     shorter = [*keys, f"train.rounds={ROUNDS if uses_rounds else 2}"]
     run_killed_in_round(1, tmp_path / "run", shorter)
     assert completed_rounds(tmp_path / "run") == 1
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        assert run_here(tmp_path / "run", shorter) == (STOPPED if uses_rounds else FINISHED)
+    code = run_until_time_is_up(tmp_path / "run", shorter, monkeypatch)
+    assert code == (STOPPED if uses_rounds else FINISHED)
     assert completed_rounds(tmp_path / "run") == 2
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
@@ -109,9 +115,7 @@ def test_stopped_after_the_first_round(
     method: str,
 ) -> None:
     keys = [*settings, *short(method)]
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        assert run_here(tmp_path / "run", keys) == STOPPED
+    assert run_until_time_is_up(tmp_path / "run", keys, monkeypatch) == STOPPED
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
 
