@@ -135,9 +135,9 @@ class ParameterLayout:
         return theta, torch.cat(buffers) if buffers else theta.new_empty(0)
 
 
-def columns(layers: tuple[Layer, ...], keep: Tensor) -> Tensor:
+def columns(layers: tuple[Layer, ...], mask: Tensor) -> Tensor:
     """Expand a mask of layers, bool [..., L], to the flat vector: bool [..., P]."""
-    return spread([layer.size for layer in layers], keep)
+    return spread([layer.size for layer in layers], mask)
 
 
 def spread(sizes: Sequence[int], of_layers: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class Channel:
                 received.shared[frame.name] = self._broadcast(frame, rows, codec)[0]
             else:
                 received.per_client[frame.name] = self._scatter(frame, rows, placement, codec)
-            if frame.keep is not None:
-                received.layer_mask[frame.name] = frame[own].keep
+            if frame.layer_mask is not None:
+                received.layer_mask[frame.name] = frame[own].layer_mask
         return received
 
     def as_received(self, message: Message, codec: Codec) -> Message:
@@ -107,7 +107,7 @@ class Channel:
             rows = frame.rows_of(message)
             arrived.pieces[frame.name] = coder.pieces(frame)
             frame = frame.as_sent
-            mask = None if frame.keep is None else frame.keep.expand(len(rows), -1)
+            mask = None if frame.layer_mask is None else frame.layer_mask.expand(len(rows), -1)
             decoded = torch.empty_like(rows)
             for block in self._blocks(rows[0].numel(), len(rows)):
                 numbers, part = frame.by_model(rows[block].cpu()), frame[block]
@@ -211,7 +211,7 @@ class Channel:
                 chosen[own] = message.layer_mask[frame.name].to(torch.uint8)
             gathered = self.collect(cohort, chosen[own])
             self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
-            frame = replace(frame, keep=chosen.bool())
+            frame = replace(frame, layer_mask=chosen.bool())
         if coding is None:
             return frame
         if sent is not None:
@@ -257,8 +257,8 @@ class _SentUpload(Upload):
             rows = torch.zeros(1, dtype=frame.dtype).expand(len(self._placement), *frame.shape)
             outline.per_client[name] = rows
             outline.pieces[name] = self._codecs[name].pieces(frame)
-            if frame.keep is not None:
-                outline.layer_mask[name] = frame.keep
+            if frame.layer_mask is not None:
+                outline.layer_mask[name] = frame.layer_mask
         return outline
 
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
@@ -315,20 +315,20 @@ class _SentUpload(Upload):
         self._world.broadcast(shares)
         frame, own = self._frames[name], self._own
         rows = self._as_decoded(name).view(len(own), *frame.shape)
-        sent_layers = None
-        if frame.keep is not None:
-            is_sent = frame.keep.view(-1, len(frame.sizes)).any(dim=0)
-            sent_layers = spread(frame.sizes, is_sent)
+        sent_columns = None
+        if frame.layer_mask is not None:
+            is_sent = frame.layer_mask.view(-1, len(frame.sizes)).any(dim=0)
+            sent_columns = spread(frame.sizes, is_sent)
             sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
-            rows = rows[..., sent_layers]
+            rows = rows[..., sent_columns]
         total = FixedPointSum(rows, shares[:, own], sizes)
         total.add(self._world.maxima(total.bounds), shares.shape[1])
         for tensor in total.tensors:
             self._world.sum_on_server(tensor)
-        if sent_layers is None:
+        if sent_columns is None:
             return total.value()
         sums = torch.zeros(len(shares), *frame.shape, dtype=frame.dtype)
-        sums[..., sent_layers] = total.value()
+        sums[..., sent_columns] = total.value()
         return sums
 
     def _as_decoded(self, name: str) -> Tensor:
@@ -372,8 +372,8 @@ class _SentUpload(Upload):
                         arrived.append(placement.in_client_order(numbers, block))
                 if world.is_server:
                     received.per_client[name] = self._decoded(frame[block], codec, arrived, block)
-                    if (keep := frame[block].keep) is not None:
-                        received.layer_mask[name] = keep
+                    if (mask := frame[block].layer_mask) is not None:
+                        received.layer_mask[name] = mask
             if world.is_server:
                 yield block, received
 
@@ -414,19 +414,19 @@ def _row_sizes(piece: Piece, num_rows: int) -> Tensor:
 
 def _pack(numbers: Tensor, piece: Piece) -> Tensor:
     """Flatten rows [c, M, ...], without the layers that are not sent."""
-    if piece.sent_layers is None:
+    if piece.layer_mask is None:
         return numbers.contiguous().view(-1)
-    chosen = spread(piece.sizes, piece.sent_layers.expand(len(numbers), -1))
+    chosen = spread(piece.sizes, piece.layer_mask.expand(len(numbers), -1))
     return torch.cat([row[:, mask].reshape(-1) for row, mask in zip(numbers, chosen, strict=True)])
 
 
 def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
     """Undo `_pack`; layers that were not sent are zero."""
     shape = (num_rows, piece.models, sum(piece.sizes))
-    if piece.sent_layers is None:
+    if piece.layer_mask is None:
         return flat.view(shape)
     rows = torch.zeros(shape, dtype=piece.dtype)
-    chosen = spread(piece.sizes, piece.sent_layers.expand(num_rows, -1))
+    chosen = spread(piece.sizes, piece.layer_mask.expand(num_rows, -1))
     sizes = _row_sizes(piece, num_rows).tolist()
     for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
         row[:, mask] = part.view(piece.models, -1)

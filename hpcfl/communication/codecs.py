@@ -60,7 +60,7 @@ class Frame:
     has_layers: bool
     is_shared: bool = False
     """Whether one row is for all clients."""
-    keep: Tensor | None = None
+    layer_mask: Tensor | None = None
     """Which layers are sent: bool [L], the same for all clients, or [C, L]; None: all."""
     received_layers: Tensor | None = None
     """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
@@ -68,25 +68,25 @@ class Frame:
     @staticmethod
     def of(message: Message, name: str, layers: Sequence[Layer]) -> Frame:
         """Describe a tensor of a message, as if the clients received nothing before."""
-        is_shared, keep = name in message.shared, message.layer_mask.get(name)
+        is_shared, mask = name in message.shared, message.layer_mask.get(name)
         tensor = message.shared[name] if is_shared else message.per_client[name]
         shape = tuple(tensor.shape if is_shared else tensor.shape[1:])
         has_layers = bool(shape) and shape[-1] == layers[-1].stop
         sizes = tuple(layer.size for layer in layers) if has_layers else (math.prod(shape),)
         models = math.prod(shape[:-1]) if has_layers else 1
         # a copy: of a view, pickle sends all that it is cut from
-        keep = None if keep is None else keep.cpu().clone()
-        return Frame(name, shape, tensor.dtype, models, sizes, has_layers, is_shared, keep)
+        mask = None if mask is None else mask.cpu().clone()
+        return Frame(name, shape, tensor.dtype, models, sizes, has_layers, is_shared, mask)
 
     @property
     def has_own_masks(self) -> bool:
         """Whether each client has a mask of its own."""
-        return self.keep is not None and self.keep.dim() == 2
+        return self.layer_mask is not None and self.layer_mask.dim() == 2
 
     @property
     def as_sent(self) -> Frame:
         """The frame of what is sent: all of a shared tensor whose clients have masks of their own."""
-        return replace(self, keep=None) if self.is_shared and self.has_own_masks else self
+        return replace(self, layer_mask=None) if self.is_shared and self.has_own_masks else self
 
     def rows_of(self, message: Message) -> Tensor:
         """Return the rows [C, ...] of this tensor in a message, or the only row [1, ...] if it is shared."""
@@ -95,7 +95,9 @@ class Frame:
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Frame:
         """Return the frame of some of the clients."""
         return replace(
-            self, keep=select_rows(self.keep, rows), received_layers=select_rows(self.received_layers, rows)
+            self,
+            layer_mask=select_rows(self.layer_mask, rows),
+            received_layers=select_rows(self.received_layers, rows),
         )
 
     def after(self, received: Message) -> Frame:
@@ -106,7 +108,7 @@ class Frame:
         if rows.shape[1:] != self.shape or rows.dtype != self.dtype:
             return self
         received_layers = torch.ones(len(rows), len(self.sizes), dtype=torch.bool)
-        for mask in (received.layer_mask.get(self.name), self.keep):
+        for mask in (received.layer_mask.get(self.name), self.layer_mask):
             received_layers = received_layers if mask is None else received_layers & mask
         return replace(self, received_layers=received_layers)
 
@@ -149,7 +151,7 @@ class Codec:
 
     def pieces(self, frame: Frame) -> list[Piece]:
         """Return the pieces that a tensor is sent as."""
-        return [Piece(frame.dtype, frame.models, frame.sizes, frame.keep)]
+        return [Piece(frame.dtype, frame.models, frame.sizes, frame.layer_mask)]
 
     def encode(
         self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
@@ -175,7 +177,7 @@ class Float16(Codec):
         return True
 
     def pieces(self, frame: Frame) -> list[Piece]:
-        return [Piece(torch.float16, frame.models, frame.sizes, frame.keep)]
+        return [Piece(torch.float16, frame.models, frame.sizes, frame.layer_mask)]
 
     def encode(
         self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
@@ -196,8 +198,8 @@ class Int8(Codec):
     def pieces(self, frame: Frame) -> list[Piece]:
         ones = (1,) * len(frame.sizes)
         return [
-            Piece(torch.int8, frame.models, frame.sizes, frame.keep),
-            Piece(torch.float32, frame.models, ones, frame.keep),
+            Piece(torch.int8, frame.models, frame.sizes, frame.layer_mask),
+            Piece(torch.float32, frame.models, ones, frame.layer_mask),
         ]
 
     def encode(
@@ -267,7 +269,9 @@ class TopK(Codec):
     def _as_they_are(self, frame: Frame) -> Tensor:
         """Return which layers are sent that the clients did not receive, bool [C, L]."""
         assert frame.received_layers is not None
-        return ~frame.received_layers if frame.keep is None else frame.keep & ~frame.received_layers
+        return (
+            ~frame.received_layers if frame.layer_mask is None else frame.layer_mask & ~frame.received_layers
+        )
 
     def _laid_out(self, values: Tensor, indices: Tensor, frame: Frame) -> Tensor:
         """Place the values of all layers at their indices, [C, M, W]; zeros elsewhere."""

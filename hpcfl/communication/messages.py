@@ -32,7 +32,7 @@ class Piece:
     models: int
     sizes: tuple[int, ...]
     """Numbers of each layer in each model; a tensor that does not consist of layers counts as one layer."""
-    sent_layers: Tensor | None = None
+    layer_mask: Tensor | None = None
     """Which layers are sent, bool [C, L] or [L]; None: all."""
     is_index: bool = False
     """Whether they are counted as indices."""
@@ -40,11 +40,11 @@ class Piece:
     def numbers(self) -> Tensor:
         """Return how many numbers of each layer are sent, int64 [C, L] or [L]."""
         counts = self.models * torch.tensor(self.sizes)
-        return counts if self.sent_layers is None else self.sent_layers * counts
+        return counts if self.layer_mask is None else self.layer_mask * counts
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Piece:
         """Return the piece of some of the clients."""
-        return replace(self, sent_layers=select_rows(self.sent_layers, rows))
+        return replace(self, layer_mask=select_rows(self.layer_mask, rows))
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,18 @@ class Message:
 
     def to(self, device: torch.device) -> Message:
         """Return the message with its tensors on a device; masks too."""
-        shared, rows, keep = (
+        shared, rows, masks = (
             {name: tensor.to(device) for name, tensor in tensors.items()}
             for tensors in (self.shared, self.per_client, self.layer_mask)
         )
-        return Message(shared, rows, keep, self.num_clients)
+        return Message(shared, rows, masks, self.num_clients)
 
     def select(self, part: slice | list[int]) -> Message:
         """Return the message of some of its clients; without copying, if they are a slice."""
-        keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.layer_mask.items()}
+        masks = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.layer_mask.items()}
         count = len(part) if isinstance(part, list) else len(range(self.num_clients)[part])
         rows = {name: rows[part] for name, rows in self.per_client.items()}
-        return Message(self.shared, rows, keep, count)
+        return Message(self.shared, rows, masks, count)
 
     def __or__(self, other: Message) -> Message:
         """Return both messages of the same clients as one; where a name is in both, the other's tensor."""

@@ -75,8 +75,8 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
                 traffic.layers += count
             else:
                 traffic.others[name] = traffic.others.get(name, 0) + np.full(message.num_clients, count.sum())
-        if names_layers and frame.has_layers and frame.keep is not None and frame.keep.dim() == 2:
-            traffic.indices += INDEX_BYTES * (~frame.keep).sum(dim=1).numpy()
+        if names_layers and frame.has_layers and frame.layer_mask is not None and frame.layer_mask.dim() == 2:
+            traffic.indices += INDEX_BYTES * (~frame.layer_mask).sum(dim=1).numpy()
     return traffic
 
 

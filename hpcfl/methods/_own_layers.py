@@ -18,7 +18,7 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class OwnLayers(FedAvg):
-    """FedAvg of the layers in `sent_layers`; each client's state holds only the other layers of its model.
+    """FedAvg of the layers in `layer_mask`; each client's state holds only the other layers of its model.
 
     Private layers never travel, so the server has no average of them: before its first round, a client is
     evaluated with its initial private layers. (The code of FedRep's authors has an average of the heads,
@@ -32,8 +32,8 @@ class OwnLayers(FedAvg):
 
     def __init__(self, context: Context, params: Any) -> None:
         super().__init__(context, params)
-        self.sent_layers = self.shared_layers()
-        self.is_own = columns(self.layers, ~self.sent_layers)
+        self.layer_mask = self.shared_layers()
+        self.is_own = columns(self.layers, ~self.layer_mask)
 
     def shared_layers(self) -> Tensor:
         """Return which layers travel, bool [L]."""
@@ -43,12 +43,12 @@ class OwnLayers(FedAvg):
         return {self.own_part: self.initial_theta()[self.is_own].repeat(len(clients), 1)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.sent_layers})
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.layer_mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.local_training(clients, self.merged(clients, down))
         clients[self.own_part] = theta[:, self.is_own]
-        return Message(per_client={"theta": theta}, layer_mask={"theta": self.sent_layers})
+        return Message(per_client={"theta": theta}, layer_mask={"theta": self.layer_mask})
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Train whole models [C, P] and return them; default: SGD on all layers with `local_gradient`."""

@@ -207,8 +207,8 @@ class FedMN(TwoPhaseMethod):
         return round >= self.params.pretrain_rounds
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        keep = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": keep})
+        mask = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": mask})
 
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         logits = self.logits(clients, down)
@@ -222,21 +222,21 @@ class FedMN(TwoPhaseMethod):
         paths = unpacked(requests["paths"])[:, : num_paths(self.params.architecture)]
         active = self.network.active(paths)
         # the router and the classifier are the last layers
-        keep = pad(active, (0, len(self.layers) - active.shape[1]))
-        return Message(shared={"parts": server["theta"]}, layer_mask={"parts": keep})
+        mask = pad(active, (0, len(self.layers) - active.shape[1]))
+        return Message(shared={"parts": server["theta"]}, layer_mask={"parts": mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         if not self.needs_request(clients.round):
             return self._pretrain(clients, down)
-        keep = down.layer_mask["parts"].cpu() | self._is_router
+        mask = down.layer_mask["parts"].cpu() | self._is_router
         # a client does not have the weights of blocks that it did not request
-        has, start = columns(self.layers, keep.to(clients.device)), down["parts"]
+        has, start = columns(self.layers, mask.to(clients.device)), down["parts"]
         gradient = self._gradient(clients, {"decision": clients["decision"]} | clients.scratch)
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
         if self.params.order == "chain":
             statistics = {BUFFERS: clients.buffers[0]} if self.averages_buffers else {}
             clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
-        return Message(per_client={"theta": theta}, layer_mask={"theta": keep})
+        return Message(per_client={"theta": theta}, layer_mask={"theta": mask})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         decision = {"decision": clients["decision"]} if self.needs_request(clients.round) else {}
@@ -244,13 +244,13 @@ class FedMN(TwoPhaseMethod):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        keep, total, samples = self._is_pretrained, None, cohort.num_samples.double().unsqueeze(1)
+        mask, total, samples = self._is_pretrained, None, cohort.num_samples.double().unsqueeze(1)
         if self.needs_request(cohort.round):
-            keep = up.sent.layer_mask["parts"] | self._is_router
+            mask = up.sent.layer_mask["parts"] | self._is_router
             if self.params.aggregation == "sum":
                 # where the total is 0, the server's weights stay
                 total = samples.sum() * self._is_modular
-        weights = keep.double().expand(len(cohort), -1) * samples
+        weights = mask.double().expand(len(cohort), -1) * samples
         server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
     # router and loss

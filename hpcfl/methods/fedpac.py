@@ -92,8 +92,8 @@ class FedPAC(FedAvg):
         return self.new_client_download(server, cohort) | Message(per_client=heads, num_clients=len(cohort))
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
-        keep = {"theta": self.body_layers}
-        return Message(shared={"theta": server["theta"]}, layer_mask=keep, num_clients=len(cohort))
+        masks = {"theta": self.body_layers}
+        return Message(shared={"theta": server["theta"]}, layer_mask=masks, num_clients=len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         body, head, classes = self.layout.body, self.layout.head, self.context.num_classes

@@ -103,14 +103,14 @@ class PFedHN(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         theta = torch.zeros(len(cohort), self.layout.size)
         theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
-        return Message(per_client={"theta": theta}, layer_mask=self._keep("theta"))
+        return Message(per_client={"theta": theta}, layer_mask=self._layer_mask("theta"))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         start = self._with_head(clients, down)
         theta = clients.sgd(start).theta
         if self.params.private_head:
             clients["head"] = theta[:, self.layout.head]
-        return Message(per_client={"update": start - theta}, layer_mask=self._keep("update"))
+        return Message(per_client={"update": start - theta}, layer_mask=self._layer_mask("update"))
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         if self.params.server_step == "mean":
@@ -155,7 +155,7 @@ class PFedHN(Method):
         theta = down["theta"] - up.per_client["update"]
         return Message(per_client={"theta": self._with_head(clients, Message(per_client={"theta": theta}))})
 
-    def _keep(self, name: str) -> State:
+    def _layer_mask(self, name: str) -> State:
         return {name: self.body_layers} if self.params.private_head else {}
 
     def _with_head(self, clients: ClientGroup, down: Message) -> Tensor:

@@ -118,14 +118,14 @@ class PFedMB(Method):
         return {self.kept: torch.full((len(clients), rows, self.params.branches), start)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        shared, keep = self._apart(server["branches"])
-        return Message(shared=shared, layer_mask=keep)
+        shared, masks = self._apart(server["branches"])
+        return Message(shared=shared, layer_mask=masks)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         branches, kept = self._routine(clients, self._together(down))
         clients[self.kept] = kept
-        rows, keep = self._apart(branches)
-        return Message(per_client=rows | {"alpha": self._on_simplex(kept)}, layer_mask=keep)
+        rows, masks = self._apart(branches)
+        return Message(per_client=rows | {"alpha": self._on_simplex(kept)}, layer_mask=masks)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         alpha = up.collect("alpha")["alpha"]

@@ -225,13 +225,13 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
 @pytest.mark.parametrize(
     ("name", "tuning"),
     [
-        ("fedafk_table5_evening", "fedafk_tuning"),
-        ("fedmn_switches_evening", "fedmn_switches_tuning"),
-        ("pfedmb_table1_evening", "pfedmb_tuning"),
-        ("pfedmb_table2_evening", "pfedmb_tuning"),
+        ("fedafk_table5_small", "fedafk_tuning"),
+        ("fedmn_switches_small", "fedmn_switches_tuning"),
+        ("pfedmb_table1_small", "pfedmb_tuning"),
+        ("pfedmb_table2_small", "pfedmb_tuning"),
     ],
 )
-def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
+def test_what_an_small_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
     table, tried = table_of(name), table_of(tuning)
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
     tuned = {row.label: row.tuned for row in table.rows}
@@ -311,7 +311,7 @@ def test_settings_that_the_comments_name_are_possible() -> None:
 
 
 CHANGED = {"baselines": {"per_fedavg", "fedafk"}} | {
-    f"pfedla_{table}_evening_{data}": {"Per-FedAvg", "FedRep"}
+    f"pfedla_{table}_small_{data}": {"Per-FedAvg", "FedRep"}
     for table in ("table1", "table2")
     for data in ("cifar10", "fashionmnist")
 }

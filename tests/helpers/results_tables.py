@@ -2,10 +2,10 @@
 
     python tests/helpers/results_tables.py        writes them
 
-A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
+A table follows a line such as <!-- results/pfedmb_table1_small.csv: accuracy, published -->,
 <!-- results/baselines_longer.csv: accuracy by setting -->,
-<!-- results/pfedmb_table1_evening_differences.csv --> or
-<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
+<!-- results/pfedmb_table1_small_differences.csv --> or
+<!-- results/pfedla_table3_small_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
 are shown as they are: <!-- results/long_run.csv -->, another program's beside ours:
 <!-- results/beside_pfllib_theirs.csv -->. What stands between <!-- claims/pfedla.yaml --> and
 <!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->.

@@ -46,8 +46,8 @@ environment: {torch: old}
 """
 EXTENDING = """
 extends: paper.yaml
-title: A paper's table in an evening
-size: "an evening: 10 rounds"
+title: A paper's table, small
+size: "small: 10 rounds"
 seeds: [1]
 settings: {train: {rounds: 10}}
 columns:
@@ -61,7 +61,7 @@ rows: [local, {label: ours, method: {hypernetwork_lr: 0.25}}]
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "paper.yaml").write_text(PAPER)
     (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "evening.yaml").write_text(EXTENDING)
+    (tmp_path / "small.yaml").write_text(EXTENDING)
     return tmp_path
 
 
@@ -119,8 +119,8 @@ def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
 
 
 def test_a_file_that_extends_another_chooses_and_lays_its_settings_over_all(folder: Path) -> None:
-    table = Table(folder / "evening.yaml")
-    assert (table.title, table.size) == ("A paper's table in an evening", "an evening: 10 rounds")
+    table = Table(folder / "small.yaml")
+    assert (table.title, table.size) == ("A paper's table, small", "small: 10 rounds")
     assert (table.seeds, table.source) == ([1], "table 1")
     assert table.columns == ["kept, k = 2", "few"]
     assert table.labels == ["local", "ours"]
@@ -168,7 +168,7 @@ def test_published_numbers_stand_in_the_order_of_the_columns_and_that_of_the_onl
     (folder / "paper.yaml").write_text(changed)
     row = Table(folder / "paper.yaml").rows[0]
     assert row.published == {"few": 61.43, "kept, k = 0": 1.0, "kept, k = 2": 2.5}
-    assert Table(folder / "evening.yaml").rows[1].published == {"few": 61.43, "kept, k = 2": 2.5}
+    assert Table(folder / "small.yaml").rows[1].published == {"few": 61.43, "kept, k = 2": 2.5}
 
 
 # Shrinking
@@ -348,7 +348,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
     [
         ('"kept, k = 2"', "lots", ": lots is none of the columns; there are: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
-        ("paper.yaml", "evening.yaml", ": extends=evening.yaml leads back to this file"),
+        ("paper.yaml", "small.yaml", ": extends=small.yaml leads back to this file"),
         (
             "method: {hyp",
             "published: {many: 3}, method: {hyp",
@@ -357,7 +357,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
     ],
 )
 def test_a_mistake_of_a_file_that_extends_another(folder: Path, old: str, new: str, said: str) -> None:
-    assert refused_once_changed(folder / "evening.yaml", EXTENDING, old, new).startswith(said)
+    assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(said)
 
 
 # Help
