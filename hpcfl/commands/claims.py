@@ -8,8 +8,8 @@ from pathlib import Path
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
-from hpcfl.formatting import as_markdown, as_text
-from hpcfl.tables.claims import document, read_claims
+from hpcfl.formatting import Document, as_markdown, as_text
+from hpcfl.tables.claims import document, overview, read_claims
 
 FOLDER = Path("configs/claims")
 
@@ -40,7 +40,10 @@ def judge_claims(arguments: Sequence[str], world: Communicator) -> None:
                 "--write-results"
             )
     as_words = as_markdown if options.markdown else as_text
-    print("\n".join(as_words(document(claims)) for claims in many))
+    documents = [document(claims) for claims in many]
+    if len(many) > 1:
+        documents.append(Document("All claims", [], [overview(many)]))
+    print("\n".join(map(as_words, documents)))
 
 
 def parser() -> Parser:

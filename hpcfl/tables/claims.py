@@ -32,6 +32,7 @@ from hpcfl.tables.cells import Table
 from hpcfl.tables.file import ONLY, Moment, Pair, Text, check_known
 
 RULES = {"printed": "the paper's rule", "ours": "a rule of ours, which differs from a printed equation"}
+VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
 ENOUGH_SEEDS = 3
 RESULTS = "results"
 """Folder of the result files, beside the table files."""
@@ -250,6 +251,17 @@ def document(claims: Claims) -> Document:
         "are in points; intervals are not corrected for their number."
     ]
     return Document(claims.paper, notes, [grid for grid in grids if grid.rows])
+
+
+def overview(many: Sequence[Claims]) -> Grid:
+    """Return one line a claim: how many of its comparisons have each verdict."""
+    rows = []
+    for claims in many:
+        for verdicts in claims.by_claim:
+            claim, words = verdicts[0].claim, [verdict.word for verdict in verdicts]
+            counts = [str(words.count(word)) for word in VERDICTS]
+            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, *counts])
+    return Grid("", ["paper", "where", "claim", "rule", *VERDICTS], rows)
 
 
 def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place: str) -> Iterator[Verdict]:

@@ -15,22 +15,21 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev, variance
 
 from scipy.special import stdtrit
 
-from hpcfl.formatting import Document, Grid, markdown
+from hpcfl.formatting import Document, markdown
 from hpcfl.formatting import as_markdown as document_as_markdown
-from hpcfl.tables.claims import Claims, document, read_claims
+from hpcfl.tables.claims import document, overview, read_claims
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
 PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)
 RESULTS_PAGE = REPOSITORY / "docs" / "results.md"
-VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
 MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
 
 Line = dict[str, str]
@@ -186,17 +185,6 @@ def with_claims(page: str) -> str:
     rows = [["", f"[{name}](papers/{name}.md)", *rest] for name, *rest in grid.rows]
     table = as_markdown(["", *grid.header], rows)
     return re.sub(r"(<!-- claims -->\n)(?:\|.*\n)*", lambda found: found[1] + table, page)
-
-
-def overview(many: Sequence[Claims]) -> Grid:
-    """Return one line a claim: how many of its comparisons have each verdict."""
-    rows = []
-    for claims in many:
-        for verdicts in claims.by_claim:
-            claim, words = verdicts[0].claim, [verdict.word for verdict in verdicts]
-            counts = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
-            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, counts])
-    return Grid("", ["paper", "where", "claim", "rule", "comparisons"], rows)
 
 
 def with_tables(page: str) -> str:

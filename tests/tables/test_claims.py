@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results_tables import overview
 from table_files import write_csv
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.formatting import as_text
 from hpcfl.main import main
-from hpcfl.tables.claims import document, read_claims
+from hpcfl.tables.claims import document, overview, read_claims
 
 FULL = """\
 title: A table
@@ -213,10 +212,16 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         ["alone", "not run", "not run"],
         ["mean", "not run", "-"],
     ]
-    overall = ["paper", "table 1", "it does better", "printed", "1 seen, 1 not run"]
+    overall = ["paper", "table 1", "it does better", "printed", "0", "1", "0", "0", "1"]
     assert overview([read_claims(path)]).rows == [overall]
     assert main(["claims", str(path)]) == FINISHED
     assert capsys.readouterr().out == as_text(made) + "\n"
+    assert main(["claims", str(path), str(path)]) == FINISHED
+    assert (
+        capsys.readouterr()
+        .out.rstrip()
+        .endswith("it does better  printed      0     1          0        0        1")
+    )
     assert main(["claims", str(path), "--markdown"]) == FINISHED
     assert "| ours - alone | few | seen | +1.0 |" in capsys.readouterr().out
 
