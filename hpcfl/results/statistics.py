@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtrit
-
 CONFIDENCE = 0.95
 
 
@@ -50,6 +48,9 @@ def interval(values: Sequence[float]) -> Interval:
     count = len(values)
     if count < 2:
         return Interval(statistics.fmean(values), math.nan, count)
+    # its import takes a quarter of a second, and most runs end without an interval
+    from scipy.special import stdtrit
+
     quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
     return Interval(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(count), count)
 
