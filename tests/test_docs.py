@@ -15,6 +15,7 @@ from processes import REPOSITORY, Mpirun, run_forked
 from results_tables import MARK, PAPERS, RESULTS, RESULTS_PAGE, with_claims, with_tables
 
 from hpcfl.errors import FINISHED
+from hpcfl.main import main
 
 README = REPOSITORY / "README.md"
 PAGES = (
@@ -89,7 +90,10 @@ def loaded_once(tmp_path_factory: pytest.TempPathFactory) -> None:
             "sklearn.datasets",
         ):
             importlib.import_module(name)
-    run_here(tmp_path_factory.mktemp("runs") / "run", ["train.rounds=1", *FEWER_STEPS])
+    folder = tmp_path_factory.mktemp("runs")
+    run_here(folder / "run", ["train.rounds=1", *FEWER_STEPS])
+    main(["list", "keys", "method"])
+    main(["export", str(folder / "run"), "--client", "0", "--out", str(folder / "client0")])
 
 
 @pytest.mark.usefixtures("loaded_once")
