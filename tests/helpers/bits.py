@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,13 @@ def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
 def run_here(folder: Path, settings: Sequence[str]) -> int:
     """Run in this process, under mpirun together with the other ranks, and return the exit code."""
     return main(["--quiet", "--out", str(folder), *settings])
+
+
+def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:
+    """Run one more round, since SLURM's time is up by then, and return the exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        return run_here(folder, settings)
 
 
 def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None] = lambda: None) -> int:

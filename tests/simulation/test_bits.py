@@ -1,4 +1,4 @@
-"""The same bits for any number of ranks, any size of block and any rhythm of evaluations."""
+"""The same bits for any number of ranks, any size of block, any rhythm of evaluations, and with a stop."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
+    run_until_time_is_up,
     saved_models,
     tiny_settings,
 )
@@ -30,6 +31,7 @@ from processes import run_in_one_world
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import build, load_data, make_method
@@ -152,6 +154,9 @@ def parallel(
             cases = with_small_blocks(cases, settings)
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         runs = {folder / name: [*settings, *case] for name, case in cases.items()}
+        # the ranks are copies of this process, and each would need a second and more for this
+        import torch._dynamo  # noqa: F401
+
         run_in_one_world(mpirun_command, ranks, runs)
         return folder
 
@@ -176,6 +181,21 @@ def test_evaluations_and_finetuning_change_no_state(
     assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case], *changed]) == 0
     assert not differing(serial(case), tmp_path / "run", "server", "clients")
     assert "/personalised/theta" in differing(serial(case), tmp_path / "run", "personalised")
+
+
+OTHER_STATE = ("fedrod-hyper", "pfedhn-private", *(case for case in SOME_CODED if case.endswith("-topk")))
+"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
+
+
+@pytest.mark.parametrize("case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE])
+def test_stopped_after_the_first_round(
+    serial: Folders, settings: list[str], tmp_path: Path, case: str
+) -> None:
+    """Methods of KINDS are stopped in more places in test_resume.py."""
+    keys = [*settings, *SERIAL_CASES[case]]
+    assert run_until_time_is_up(tmp_path / "run", keys) == STOPPED
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(serial(case), tmp_path / "run")
 
 
 @pytest.mark.parametrize("case", SERIAL_CASES)

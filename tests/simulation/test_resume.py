@@ -1,8 +1,10 @@
-"""A run that is stopped, killed, damaged or prolonged ends with the bits of an undisturbed one."""
+"""A run that is stopped, killed, damaged or prolonged ends with the bits of an undisturbed one.
+
+That every method goes on is a test of test_bits.py.
+"""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -10,8 +12,6 @@ from pathlib import Path
 
 import pytest
 from bits import (
-    CODED,
-    DIFFERENT,
     KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
@@ -20,6 +20,7 @@ from bits import (
     method_settings,
     run_here,
     run_killed_in_round,
+    run_until_time_is_up,
     tiny_settings,
 )
 from processes import Mpirun
@@ -40,12 +41,6 @@ SPECIAL = {
 }
 """FedMN whose first round is another than those after it, local training with all there is, and models and
 codes that are kept elsewhere."""
-
-OTHER_STATE = (
-    *("fedrod-hyper", "pfedhn-private"),
-    *(case for case in CODED if case.endswith("-topk") and case != "pfedla-topk"),
-)
-"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +66,12 @@ def short(method: str) -> list[str]:
     return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
 
 
-def run_until_time_is_up(folder: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run one more round, since SLURM's time is up by then, and return the exit code."""
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        return run_here(folder, settings)
-
-
 # Every round boundary
 
 
 @pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
 def test_killed_and_then_stopped_or_prolonged(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
+    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
     """It goes on from either boundary of its rounds.
 
@@ -99,23 +83,9 @@ def test_killed_and_then_stopped_or_prolonged(
     shorter = [*keys, f"train.rounds={ROUNDS if uses_rounds else 2}"]
     run_killed_in_round(1, tmp_path / "run", shorter)
     assert completed_rounds(tmp_path / "run") == 1
-    code = run_until_time_is_up(tmp_path / "run", shorter, monkeypatch)
+    code = run_until_time_is_up(tmp_path / "run", shorter)
     assert code == (STOPPED if uses_rounds else FINISHED)
     assert completed_rounds(tmp_path / "run") == 2
-    assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(undisturbed(method), tmp_path / "run")
-
-
-@pytest.mark.parametrize("method", [*(name for name in DIFFERENT if name not in KINDS), *OTHER_STATE])
-def test_stopped_after_the_first_round(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-) -> None:
-    keys = [*settings, *short(method)]
-    assert run_until_time_is_up(tmp_path / "run", keys, monkeypatch) == STOPPED
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
 
