@@ -38,8 +38,13 @@ from hpcfl.setup.experiment import build, load_data, make_method
 
 SMALL_BLOCKS_RANKS = 3
 """The rank count that sends the fewest clients a block, and does all methods and the variants."""
-OTHER_RANKS = {5: ("fedmn", "heurpfedla", "pfedhn", "scaffold"), 9: ("fedavg", "fedfomo")}
-"""Methods among more ranks; the last ones have a worker without a client, and are slow."""
+OTHER_RANKS = {
+    5: ("fedmn-some", "heurpfedla-some", "pfedhn-some", "scaffold-some"),
+    9: ("fedavg-some", "fedfomo-some", "fedem-unseen"),
+}
+"""Cases among more ranks; the last ones have a worker without a client, and are slow."""
+WITH_UNSEEN = ("fedamp", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "pfedla", "pfedmb")
+"""Methods with two clients that take no part in training, of which some workers have one."""
 PARTS = {
     "fedmn": ["decision"],
     "fedem": ["weights"],
@@ -89,6 +94,7 @@ def all_cases() -> dict[str, list[str]]:
     }
     special |= {case: [f"train.buffers={case.partition('-')[2]}"] for case in OF_BUFFERS}
     special |= {case: [] for case in (*VARIANTS, *SOME_CODED)}
+    special |= {f"{method}-unseen": ["data.unseen_clients=0.3"] for method in WITH_UNSEEN}
     for case, keys in special.items():
         cases[case] = [*method_settings(case), *keys, "train.participation=0.6"]
     return cases | {CHAIN: [*method_settings("fedmn"), "method.order=chain"]}
@@ -100,7 +106,7 @@ SERIAL_CASES = all_cases()
 def cases_of(ranks: int) -> dict[str, list[str]]:
     """Return what runs in the world of so many ranks; the one worker of two trains all clients."""
     if ranks in OTHER_RANKS:
-        return {f"{method}-some": SERIAL_CASES[f"{method}-some"] for method in OTHER_RANKS[ranks]}
+        return {name: SERIAL_CASES[name] for name in OTHER_RANKS[ranks]}
     return {
         name: case
         for name, case in SERIAL_CASES.items()
@@ -185,9 +191,13 @@ def test_evaluations_and_finetuning_change_no_state(
 
 OTHER_STATE = ("fedrod-hyper", "pfedhn-private", *(case for case in SOME_CODED if case.endswith("-topk")))
 """Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
+SCORED_ANEW = ("fedem-unseen", "pfedla-unseen")
+"""Clients that no state is kept of, as they are made anew for each evaluation."""
 
 
-@pytest.mark.parametrize("case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE])
+@pytest.mark.parametrize(
+    "case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE, *SCORED_ANEW]
+)
 def test_stopped_after_the_first_round(
     serial: Folders, settings: list[str], tmp_path: Path, case: str
 ) -> None:
