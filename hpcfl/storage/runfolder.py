@@ -78,7 +78,7 @@ class RunFolder:
         self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
-        """Raise UserError if the path is no run folder or holds a run with another configuration."""
+        """Raise UserError if the path is not a run folder or holds a run with another configuration."""
         try:
             is_there = self.path.exists()
         except OSError as error:
@@ -328,7 +328,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         if not path.is_file():
             if self.store.exists:
-                warnings.warn(f"{path} is missing, and written anew", stacklevel=1)
+                warnings.warn(f"{path} is missing, and is written again", stacklevel=1)
             return None
         if_damaged = "restore it from a backup, or add --fresh to move the folder aside and start over"
         try:
@@ -341,7 +341,7 @@ class RunFolder:
             if not self.store.exists:
                 raise
             # the checkpoint's configuration is compared when it is loaded
-            warnings.warn(f"{path} is damaged, and written anew", stacklevel=1)
+            warnings.warn(f"{path} is damaged, and is written again", stacklevel=1)
             return None
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
