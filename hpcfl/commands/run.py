@@ -14,6 +14,7 @@ from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.experiment import build
+from hpcfl.setup.record import environment_of, is_extendable
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -69,14 +70,18 @@ def run(
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
-        folder = RunFolder(path, config) if world.is_server else None
+        can_grow = is_extendable(config.method.name, config.train)
+        folder = RunFolder(path, config, can_grow) if world.is_server else None
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
-        layout = experiment.method.layout
-        run_collectively(
-            world, lambda: folder.open(fresh, layout, ranks, at_exit, command) if folder else None
-        )
+
+        def open_folder() -> None:
+            if folder is not None:
+                environment = environment_of(config.data.source, ranks, command)
+                folder.open(fresh, experiment.method.layout, at_exit, environment)
+
+        run_collectively(world, open_folder)
         progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
         warn = progress.warn
@@ -96,7 +101,7 @@ def run(
             return outcome
         report = _write_report(path, progress) if config.run.report else None
         # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
+        lines = [*summary(outcome, simulation.ledger, config.privacy), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
         for line in lines:
             progress.say(line)
