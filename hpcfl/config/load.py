@@ -64,7 +64,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     for group, others in of_method.items():
         given[group] = others | given[group]
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}
-    _check_names(tree, given, kinds, choices)
+    _check_names(tree, given, kinds, registries)
     made: dict[str, Any] = {
         group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in kinds.items()
     }
@@ -163,13 +163,10 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
 
 
 def _check_names(
-    tree: Mapping[str, Any],
-    given: Mapping[str, Mapping[str, Any]],
-    kinds: Mapping[str, type[Settings]],
-    choices: Mapping[str, Registry],
+    tree: Mapping[str, Any], given: dict[str, Any], kinds: dict[str, type[Settings]], registries: Registries
 ) -> None:
     """Raise UserError for a key that is in no group's class."""
-    known = [f"{group}.{key}" for group in choices for key in ("name", "path")] + ["data.reader"]
+    known = [*(f"{group}.name" for group in registries.by_group), *OWN_KEYS]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
     unknown = [
         key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
@@ -177,7 +174,7 @@ def _check_names(
     unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
     if unknown:
         value = flatten({**tree, **given}).get(unknown[0], "")
-        raise UserError(unknown_key(unknown[0], value, known, choices))
+        raise UserError(unknown_key(unknown[0], value, known, registries.by_group))
 
 
 def _check_needs(config: Config, sources: Registry) -> None:
@@ -287,11 +284,9 @@ def _needs_of_privacy(config: Config) -> Iterator[Need]:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"data": "source", "train": "rounds", "clients": "drop_rate", "server": "optimiser"}
-        example |= {"privacy": "unit", "comm": "codec", "run": "seed"}
-        key = f"{group}.{example.get(group, 'name')}"
+        example = next(iter(COMMON[group].model_fields)) if group in COMMON else "name"
         raise UserError(
-            f"{group}={value} is invalid: {group} is a group of keys, such as {key}; see "
+            f"{group}={value} is invalid: {group} is a group of keys, such as {group}.{example}; see "
             f"hpcfl list keys {group}"
         )
     return {str(key): entry for key, entry in (value or {}).items()}

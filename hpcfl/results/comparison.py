@@ -55,9 +55,8 @@ class Comparison:
         lines = [["run", "mean accuracy", "spread over clients", "scored"]]
         for entry, name, mean in zip(self.entries, names, self.means, strict=True):
             spread = statistics.fmean(float(run.in_training["accuracy"].std()) for run in entry)
-            config = entry[0].config
-            scored = scored_when(config.method.name, config.train)
-            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored])
+            method, train = entry[0].config.method.name, entry[0].config.train
+            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(method, train)])
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
             lines = [[*line, added] for line, added in zip(lines, unseen, strict=True)]

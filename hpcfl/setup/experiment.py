@@ -226,8 +226,6 @@ def assemble(
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    batched = is_batched(config.run.engine, device, config.model.name)
-    check_slow_precision(config.train.precision, batched or device.type != "cpu")
     shift = shift_of(config.data, config.data_seed, len(parts))
     noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
@@ -294,7 +292,7 @@ def engines_of(
 ) -> tuple[Engine, LoopEngine, BatchedScorer | None, str]:
     """Return what trains, evaluates and scores the clients of a rank, and its `Experiment.engine_name`.
 
-    On a GPU, the memory that is then free decides on the settings.
+    On a GPU, the memory that is then free decides on the settings. May raise UserError.
 
     Args:
         network: on the device.
@@ -304,8 +302,10 @@ def engines_of(
     """
     train = method.context.train
     smoothing = train.label_smoothing or 0.0
+    batched = is_batched(run.engine, device, method.context.model_name)
+    check_slow_precision(train.precision, batched or device.type != "cpu")
     evaluator = LoopEngine(network, method.layout, train.precision, smoothing)
-    if not is_batched(run.engine, device, method.context.model_name):
+    if not batched:
         return evaluator, evaluator, None, "loop"
     at_once = clients_at_once(run.clients_at_once, method, device, sharing, num_clients, state_bytes)
     # on a GPU the choice affects the last bits, so config.yaml records it

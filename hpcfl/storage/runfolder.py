@@ -181,7 +181,8 @@ class RunFolder:
             ledger.start_files(self.path)
         if name := self.config.run.tracker:
             with self._tracker_or_warning():
-                self._tracker = TRACKERS[name](self.path, name, flatten(self.config.tree()), ledger)
+                keys = {"folder": str(self.path), **flatten(self.config.tree())}
+                self._tracker = TRACKERS[name](self.path, name, keys, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
         """Append new rows to the files of `start_files`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +28,7 @@ class Tracker:
 
     A resumed run adds the rounds that are not there. Those that a killed run did after its last checkpoint
     are, and have the same numbers. Every call raises what the package raises. `name` is that of the tracker
-    (`run.tracker`); `keys` is the run's configuration, flat.
+    (`run.tracker`); `keys` are the run's folder and configuration, flat.
     """
 
     module: ClassVar[str]
@@ -37,11 +36,10 @@ class Tracker:
     package: ClassVar[str]
     """The package of pip that has it."""
 
-    def __init__(self, folder: Path, name: str, keys: Mapping[str, Any], ledger: Ledger) -> None:
+    def __init__(self, folder: Path, name: str, keys: dict[str, Any], ledger: Ledger) -> None:
         # of each service its own: a resumed run may have another tracker
         file = folder / f"{name}.txt"
         known = file.read_text().strip() if file.is_file() else None
-        keys = {"folder": str(folder), **keys}
         run_id, self._next_round = self._open(known, folder, keys, ledger.wall_s)
         if run_id:
             file.write_text(f"{run_id}\n")
