@@ -546,7 +546,7 @@ class Chosen(Generic[Options]):
     """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; else
     empty. Runs with different digests are different runs."""
 
-    def tree(self) -> dict[str, Any]:
+    def model_dump(self) -> dict[str, Any]:
         return {"name": self.name, **self.file, **self.options.model_dump()}
 
 
@@ -580,9 +580,9 @@ class Config:
 
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
-        data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
-        others = {group: getattr(self, group).model_dump() for group in COMMON if group != "data"}
-        return {"method": self.method.tree(), "data": data, "model": self.model.tree(), **others}
+        found: dict[str, Any] = {group: getattr(self, group).model_dump() for group in GROUPS}
+        found["data"] |= {**self.source_file, "partition": self.partition.model_dump()}
+        return found
 
     def yaml(self) -> str:
         return yaml_of(self.tree())

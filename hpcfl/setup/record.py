@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
 
 def is_extendable(method: str, train: TrainConfig) -> bool:
-    """Whether a run may be resumed with more rounds: no method or learning rate depends on their number."""
+    """Whether a resumed run may have more rounds: neither method nor learning rates depend on their count."""
     return train.lr_end is None and not METHODS[method].traits.uses_total_rounds
 
 
