@@ -87,9 +87,8 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 def test_a_whole_config_ends_in_set_up_and_in_the_run_folder() -> None:
     """Below set-up, and in rounds, functions take the group of keys that they use."""
-    rooms = {room for room in LEVEL if LEVEL[room] > LEVEL["setup"]} - {"config", "registries"} | {
-        "simulation"
-    }
+    below = {room for room, level in LEVEL.items() if level > LEVEL["setup"]}
+    rooms = below - {"config", "registries"} | {"simulation"}
     takers = [path for path in FILES if "hpcfl.config.keys.Config" in imported(path)]
     found = [str(path.relative_to(PACKAGE)) for path in takers if room_of(path) in rooms]
     assert found == ["storage/runfolder.py"]

@@ -12,9 +12,10 @@ from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
 from hpcfl.setup.device_memory import report_out_of_memory
+from hpcfl.setup.environment import environment_of
 from hpcfl.setup.experiment import build
-from hpcfl.setup.record import environment_of, is_extendable
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -70,8 +71,8 @@ def run(
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
-        can_grow = is_extendable(config.method.name, config.train)
-        folder = RunFolder(path, config, can_grow) if world.is_server else None
+        traits = METHODS[config.method.name].traits
+        folder = RunFolder(path, config, traits.uses_total_rounds) if world.is_server else None
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")

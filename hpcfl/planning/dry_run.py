@@ -164,7 +164,7 @@ def _prepared(
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
     ]
     experiment = assemble(config, world, device, method, data, arrays, cut, count)
-    folder = RunFolder(path, config, is_extendable=False)
+    folder = RunFolder(path, config, uses_total_rounds=True)
     folder.open(False, method.layout, at_exit, {})
     return _Rounds(experiment, world, folder, members)
 

@@ -64,8 +64,7 @@ class Federation:
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
-        is_balanced = experiment.run.placement == "balanced"
-        self.migration = ClientMigration(world, self.channel, self.worker_context, is_balanced)
+        self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
 
     def select(self, cohort: Cohort, places: Sequence[int]) -> tuple[Cohort, list[int]]:
         """Return the members at some positions in a cohort, and the places of this rank's among its own."""

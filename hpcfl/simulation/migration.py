@@ -73,14 +73,14 @@ Migration = tuple[int, int, int]
 class ClientMigration:
     """Moves members of a cohort, with their samples and state, to the workers that train them, and back.
 
-    Making one is collective.
+    `placement` is `run.placement`. Making one is collective.
     """
 
-    def __init__(self, world: Communicator, channel: Channel, home: WorkerContext, is_balanced: bool) -> None:
+    def __init__(self, world: Communicator, channel: Channel, home: WorkerContext, placement: str) -> None:
         self._world, self._channel, self._home = world, channel, home
         # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
         at_once = world.maximum(home.engine.clients_at_once)
-        self._balances_work = is_balanced and at_once == 1 and world.num_workers > 1
+        self._balances_work = placement == "balanced" and at_once == 1 and world.num_workers > 1
         self._migrations: list[Migration] = []
         self.worker_context = home
         """Samples and state of the clients that migrated to this rank."""
@@ -93,11 +93,10 @@ class ClientMigration:
         """
         if not self._balances_work:
             return cohort
-        homes, epochs = self._channel.homes(cohort), self._home.work.local_epochs
+        epochs, homes = self._home.work.local_epochs, self._channel.homes(cohort)
         sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)
         work = [epochs(cohort.round, client) * size for client, size in sizes]
-        workers = assign_workers(work, homes, self._world.num_workers)
-        return replace(cohort, workers=workers)
+        return replace(cohort, workers=assign_workers(work, homes, self._world.num_workers))
 
     def migrations(self, cohort: Cohort) -> list[Migration]:
         """Return the migration of each member that trains on another worker than its own."""

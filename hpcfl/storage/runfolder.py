@@ -49,11 +49,12 @@ class RunFolder:
     """One run's files; used by rank 0 alone.
 
     `check` looks without touching anything; `open` locks the folder, reads its checkpoint and takes it over.
-    `is_extendable`: the run may have more rounds than a recorded one that it resumes.
+    `uses_total_rounds`: the method depends on the number of rounds, so that a resumed run can have no more.
     """
 
-    def __init__(self, path: Path, config: Config, is_extendable: bool) -> None:
-        self.path, self.config, self._is_extendable = path, config, is_extendable
+    def __init__(self, path: Path, config: Config, uses_total_rounds: bool) -> None:
+        self.path, self.config = path, config
+        self._is_extendable = not uses_total_rounds and config.train.lr_end is None
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method.name} on {config.data.source}, {clients}, in {path}"]
         """Lines that the start prints."""

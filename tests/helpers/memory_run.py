@@ -31,7 +31,7 @@ def measure(folder_path: Path, settings: list[str]) -> None:
     with abort_on_exception(world), ExitStack() as at_exit:
         config = load_config(None, settings)
         experiment = build(config, world)
-        folder = RunFolder(folder_path, config, is_extendable=False) if world.is_server else None
+        folder = RunFolder(folder_path, config, uses_total_rounds=True) if world.is_server else None
         if folder is not None:
             folder.open(False, experiment.method.layout, at_exit, {})
         simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)

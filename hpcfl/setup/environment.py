@@ -1,4 +1,4 @@
-"""What a run folder needs beside the configuration: what the run ran on, and whether rounds may be added."""
+"""On what a run runs, as config.yaml records it beside the configuration."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcfl import __version__
-from hpcfl.config.keys import TrainConfig
 from hpcfl.data.bundled import digest_of_topics
 from hpcfl.machine import package_versions, processor
-from hpcfl.methods import METHODS
 from hpcfl.storage.slurm import job
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
-
-
-def is_extendable(method: str, train: TrainConfig) -> bool:
-    """Whether a resumed run may have more rounds: neither method nor learning rates depend on their count."""
-    return train.lr_end is None and not METHODS[method].traits.uses_total_rounds
 
 
 def environment_of(source: str, ranks: Sequence[str], command: str) -> dict[str, Any]:
