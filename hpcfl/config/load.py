@@ -181,7 +181,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train = config.data, config.train
     for key, is_met, needed in (
-        *_needs_of_data(config.data, config.partition.name, sources),
+        *_needs_of_data(data, config.partition.name, sources),
         *_needs_of_train(train, data),
         *_needs_of_clients(config.clients),
         *_needs_of_comm(config.comm),
