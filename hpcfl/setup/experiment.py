@@ -203,7 +203,7 @@ def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     torch.set_num_threads(run.threads)
     # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
-    world.max_elements = run.max_elements
+    world.limit_messages(run.max_elements)
     return world.device(run.device)
 
 
@@ -221,9 +221,9 @@ def assemble(
 
     The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    world.shard_unit = method.shard_unit
-    clients = world.shard(num_clients)
-    own_unseen = world.shard(len(parts) - num_clients)
+    unit = method.shard_unit
+    clients = world.shard(num_clients, unit=unit)
+    own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     batched = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, batched or device.type != "cpu")
@@ -235,7 +235,8 @@ def assemble(
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
     if method.sharded_state is not None:
-        method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
+        rows = state[method.sharded_state]
+        method.take_rows(ShardedRows(world, rows, method.layers, num_clients, unit))
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes

@@ -193,6 +193,11 @@ class RunFolder:
                 f"finish the run with that version, {over}; report, compare, export and predict can read it"
             )
 
+    def take_checkpoint(self) -> LoadedCheckpoint | None:
+        """Return the open checkpoint, and keep none: memory may not hold it beside the run."""
+        checkpoint, self.checkpoint = self.checkpoint, None
+        return checkpoint
+
     def start_files(self, ledger: Ledger) -> None:
         """Rewrite the CSV files with all rows so far, and start the tracker.
 
