@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +32,8 @@ from hpcfl.setup.validate import (
     state_bytes,
     too_large,
 )
+
+LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
@@ -89,11 +91,10 @@ def _print_plan(config: Config, ranks: int, network: Network, options: Namespace
         ranks = min(ranks, 2)
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
-        warnings.warn(
+        LOG.warning(
             "numbers became nan or infinite in the dry run, which continued with them; the run has "
             f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
-            f"{config.train.lr:g})",
-            stacklevel=1,
+            f"{config.train.lr:g})"
         )
     planner = Planner(config.run, method, parts, found, network)
     estimate = planner.on(ranks)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +51,8 @@ from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def build(config: Config, world: Communicator) -> Experiment:
 def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
     if run.threads > (cores := len(os.sched_getaffinity(0))):
-        warnings.warn(f"run.threads={run.threads} on {cores} cores is slow; lower it", stacklevel=1)
+        LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
     # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32

@@ -56,7 +56,7 @@ class Simulation:
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
         policy = self.config.run.on_divergence
-        self._divergence = Divergence(policy, self.method, world, self.ledger, progress, folder)
+        self._divergence = Divergence(policy, self.method, world, self.ledger, folder)
         leaves_out = self._divergence.leaves_out
         self._local = LocalTraining(self._federation, self._evaluator, self._clock, leaves_out)
         self.server: State = {}

@@ -131,7 +131,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
     assert not planned(capsys, *keys)[-1].startswith("method.name")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.warns
 @pytest.mark.parametrize("case", ["pfedla-sharded", "pfedla-adam", *DIFFERENT])
 def test_the_memory_that_is_told_is_the_memory_that_is_held(case: str) -> None:
     more = {"sharded": ["method.heads=low_rank", "method.server=sharded"], "adam": ["method.optimiser=adam"]}
@@ -276,7 +276,6 @@ def test_what_cannot_be_planned_is_one_line(
     assert said in line
 
 
-@pytest.mark.filterwarnings("always:numbers became nan")
 def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
     assert main(["plan", *keys, "run.on_divergence=skip"]) == FINISHED
