@@ -200,7 +200,7 @@ def _network(network: Network) -> str:
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
-    """Yield the table of times, for the requested ranks and for others."""
+    """Yield the table of times, for the requested ranks, and for others where they differ."""
     per_node = planner.network.ranks_per_node
     most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
@@ -208,11 +208,14 @@ def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     rows = [header.split(", ")]
     for _, of in sorted((estimates | {found.ranks: found}).items()):
         parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        rows.append(
-            [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
-        )
+        row = [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
+        if of.ranks == found.ranks or row[2:] != rows[-1][2:]:
+            rows.append(row)
     yield ""
-    yield "time, estimated; a round is training on the busiest worker, rank 0's work, and its network:"
+    yield (
+        "time, estimated (nodes that change nothing are left out); a round is training on the busiest "
+        "worker, rank 0's work, and its network:"
+    )
     yield from aligned(rows)
     yield ""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.alike import check_unlike_nodes
+from hpcfl.checks.nodes import check_unlike_nodes
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpcfl.checks.alike import place
 from hpcfl.checks.findings import Findings
+from hpcfl.checks.nodes import place
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import measured
 from hpcfl.config.keys import Config
