@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from hpcfl.checks.alike import Facts, by_node, compare_nodes, node_facts, place
 from hpcfl.checks.findings import Findings, ranges
+from hpcfl.checks.nodes import Facts, by_node, compare_nodes, node_facts, place
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import RunConfig
 from hpcfl.formatting import aligned, clock, readable_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +32,8 @@ from hpcfl.setup.validate import (
     state_bytes,
     too_large,
 )
+
+LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
@@ -91,11 +93,10 @@ def _print_plan(config: Config, ranks: int, network: Network, options: Namespace
         ranks = min(ranks, 2)
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
-        warnings.warn(
+        LOG.warning(
             "numbers became nan or infinite in the dry run, which continued with them; the run has "
             f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
-            f"{config.train.lr:g})",
-            stacklevel=1,
+            f"{config.train.lr:g})"
         )
     planner = Planner(config.run, method, parts, found, network)
     estimate = planner.on(ranks)
@@ -196,7 +197,7 @@ def _network(network: Network) -> str:
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
-    """Yield the table of times, for the requested ranks and for others."""
+    """Yield the table of times, for the requested ranks, and for others where they differ."""
     per_node = planner.network.ranks_per_node
     most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
@@ -204,11 +205,14 @@ def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     rows = [header.split(", ")]
     for _, of in sorted((estimates | {found.ranks: found}).items()):
         parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        rows.append(
-            [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
-        )
+        row = [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
+        if of.ranks == found.ranks or row[2:] != rows[-1][2:]:
+            rows.append(row)
     yield ""
-    yield "time, estimated; a round is training on the busiest worker, rank 0's work, and its network:"
+    yield (
+        "time, estimated (nodes that change nothing are left out); a round is training on the busiest "
+        "worker, rank 0's work, and its network:"
+    )
     yield from aligned(rows)
     yield ""
 

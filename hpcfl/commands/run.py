@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.alike import check_unlike_nodes
+from hpcfl.checks.nodes import check_unlike_nodes
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
@@ -21,15 +21,18 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.trackers import check_tracker
-from hpcfl.terminal import Progress, warnings_to
+from hpcfl.terminal import LOG, TERMINAL, Progress, WarningHandler, handled_by, silenced
 
 
 @contextmanager
-def started_world() -> Iterator[Communicator]:
+def started_world(prints_warnings: bool = True) -> Iterator[Communicator]:
     """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
     world = open_world()
     with abort_on_exception(world), ExitStack() as at_exit:
+        if prints_warnings and world.is_server:
+            at_exit.enter_context(handled_by(TERMINAL))
         if not world.is_server:
+            at_exit.enter_context(silenced())
             at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
         yield world
 
@@ -58,10 +61,9 @@ def run(
         is_cell: the run is one of many: print only how its rounds go.
     """
     with ExitStack() as at_exit:
-        noted: list[str] = []
-        warn: Callable[[str], None] = noted.append
-        # `warn` is looked up at each warning, also at exit
-        at_exit.enter_context(warnings_to(lambda text: warn(text)))
+        TERMINAL.forget()
+        logged = WarningHandler()
+        at_exit.enter_context(handled_by(logged))
         at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
@@ -85,9 +87,9 @@ def run(
         run_collectively(world, open_folder)
         progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
-        warn = progress.warn
-        for text in noted:
-            warn(text)
+        if folder is not None:
+            log = folder.log
+            logged.show_by(lambda text: log(f"warning: {text}"))
         for text in folder.notes if folder else ():
             (folder.log if folder and is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)
@@ -100,7 +102,7 @@ def run(
         if outcome == "stopped":
             progress.say(f"stopped early with a checkpoint in {path}; rerun the same command to resume")
             return outcome
-        report = _write_report(path, progress) if config.run.report else None
+        report = _write_report(path) if config.run.report else None
         # paths and commands may be long, and have lines of their own
         lines = [*summary(outcome, simulation.ledger, config.privacy), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
@@ -109,7 +111,7 @@ def run(
         return outcome
 
 
-def _write_report(folder: Path, progress: Progress) -> Path | None:
+def _write_report(folder: Path) -> Path | None:
     """Write the page of a finished run; if that fails, warn and return None: the run is complete without
     it."""
     # imported here: it is slow, and only one rank needs it, at the end
@@ -119,7 +121,7 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
     try:
         write_report([load_run(folder)], folder / REPORT_NAME)
     except (UserError, OSError) as error:
-        progress.warn(f"no report: {error}")
+        LOG.warning(f"no report: {error}")
         return None
     return folder / REPORT_NAME
 

@@ -25,7 +25,7 @@ from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
 from hpcfl.tables.write_results import write, write_from_histories, write_results
-from hpcfl.terminal import print_warning
+from hpcfl.terminal import LOG
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
@@ -175,7 +175,7 @@ def _run_cells(
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             if world.is_server and done + 1 < len(pending):
-                print_warning(f"{failed[-1]}; continuing with the other cells")
+                LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
             # not the cell's fault
             _note(cell, is_running=False)

@@ -58,10 +58,16 @@ class _Placement:
 
 
 class Channel:
-    """Sends messages between the server and the workers; their tensors consist of `layers`."""
+    """Sends messages between the server and the workers; their tensors consist of `layers`.
 
-    def __init__(self, world: Communicator, layers: tuple[Layer, ...], num_clients: int) -> None:
-        self._world, self._layers, self._num_clients = world, layers, num_clients
+    Clients live in shards that begin at multiples of `shard_unit`.
+    """
+
+    def __init__(
+        self, world: Communicator, layers: tuple[Layer, ...], num_clients: int, shard_unit: int = 1
+    ) -> None:
+        self._world, self._layers = world, layers
+        self._num_clients, self._shard_unit = num_clients, shard_unit
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the positions in the cohort of this rank's clients, in ascending order."""
@@ -69,7 +75,7 @@ class Channel:
 
     def homes(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker whose shard has each member."""
-        return self._world.homes(cohort.clients, self._num_clients)
+        return self._world.homes(cohort.clients, self._num_clients, self._shard_unit)
 
     def workers(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker that each member trains on."""

@@ -34,11 +34,16 @@ MAX_ON_THE_WAY = 4
 class ShardedRows:
     """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
 
-    def __init__(self, world: Communicator, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
-        """Wrap this rank's rows [own clients, P], on the CPU; other code may change them in place."""
+    def __init__(
+        self, world: Communicator, rows: Tensor, layers: Sequence[Layer], num_clients: int, shard_unit: int
+    ) -> None:
+        """Wrap this rank's rows [own clients, P], on the CPU; other code may change them in place.
+
+        Shards begin at multiples of `shard_unit`, which is BLOCK_CLIENTS or a multiple of it.
+        """
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
-        self._shards = [world.shard(num_clients, worker) for worker in range(world.num_workers)]
-        self._own = world.shard(num_clients)
+        self._shards = [world.shard(num_clients, worker, shard_unit) for worker in range(world.num_workers)]
+        self._own = world.shard(num_clients, None, shard_unit)
         # products read copies, whose alignment in memory does not depend on the shard
         self._copy = rows.new_empty(BLOCK_CLIENTS * COLUMNS_AT_ONCE)
 
@@ -171,8 +176,7 @@ class ShardedRows:
         step = max(1, self._world.max_elements // size)
         for start in range(0, len(clients), step):
             some = clients[start : start + step]
-            homes = self._world.homes(some, self._num_clients)
-            counts = [size * homes.count(worker) for worker in range(self._world.num_workers)]
+            counts = [size * sum(client in shard for client in some) for shard in self._shards]
             send = None if rows is None else rows[start : start + step].contiguous()
             mine = self._world.scatter(send, counts, self._rows.dtype)
             own = [client - self._own.start for client in some if client in self._own]

@@ -195,7 +195,7 @@ class Method:
     sharded_state: str | None = None
     """The client state [N, P] that the server's hooks mix and compare through `sharded`; None: no state."""
     sharded: ShardedRows
-    """The rows of `sharded_state`, set when a run begins. A hook that gets an upload must read it to its end
+    """The rows of `sharded_state`, once a run begins. A hook that gets an upload must read it to its end
     before it uses them."""
     finetuned: slice = slice(None)
     """The numbers of `theta` [P] that `finetune` trains; default: all."""
@@ -475,6 +475,10 @@ class Method:
     def shard_unit(self) -> int:
         """Of how many clients each worker's shard has a multiple (but for the last one)."""
         return 1 if self.sharded_state is None else BLOCK_CLIENTS
+
+    def take_rows(self, sharded: ShardedRows) -> None:
+        """Take the rows of `sharded_state`, before the first hook that uses them."""
+        self.sharded = sharded
 
     def initial_theta(self) -> Tensor:
         """Return the first weights [P] of what clients train."""

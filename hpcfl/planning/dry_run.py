@@ -7,7 +7,6 @@ on only as many of their mini-batches as take less than a second.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from hpcfl.setup.experiment import Experiment, assemble, configure_process, desc
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.terminal import Progress
+from hpcfl.terminal import Progress, silenced
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.work import Work
 
@@ -105,9 +104,8 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
     run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None, "device": device})
     config = _without_losses(replace(config, run=run))
     with ExitStack() as at_exit:
-        at_exit.enter_context(warnings.catch_warnings())
         # warnings about clients with few samples concern the dry run only
-        warnings.simplefilter("ignore")
+        at_exit.enter_context(silenced())
         folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
         rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
         done = rounds.done()

@@ -6,7 +6,6 @@ Shapes: P trainable numbers, U running statistics, n samples, K classes.
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -26,6 +25,7 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
 from hpcfl.setup.experiment import method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.terminal import silenced
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
@@ -54,9 +54,8 @@ class TrainedModels:
             config = replace(
                 config, model=replace(config.model, options=options.model_copy(update={"weights": None}))
             )
-        with warnings.catch_warnings():
-            # the run has printed these warnings already
-            warnings.simplefilter("ignore")
+        # the run has printed its warnings already
+        with silenced():
             method = method_of(config, self.data)
         if method.layout.slots != self._checkpoint.layout:
             raise UserError(

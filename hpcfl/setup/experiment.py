@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +51,8 @@ from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -200,11 +202,11 @@ def build(config: Config, world: Communicator) -> Experiment:
 def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
     if run.threads > (cores := len(os.sched_getaffinity(0))):
-        warnings.warn(f"run.threads={run.threads} on {cores} cores is slow; lower it", stacklevel=1)
+        LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
     # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
-    world.max_elements = run.max_elements
+    world.limit_messages(run.max_elements)
     return world.device(run.device)
 
 
@@ -222,9 +224,9 @@ def assemble(
 
     The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    world.shard_unit = method.shard_unit
-    clients = world.shard(num_clients)
-    own_unseen = world.shard(len(parts) - num_clients)
+    unit = method.shard_unit
+    clients = world.shard(num_clients, unit=unit)
+    own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     shift = shift_of(config.data, config.data_seed, len(parts))
     noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
@@ -234,7 +236,8 @@ def assemble(
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
     if method.sharded_state is not None:
-        method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
+        rows = state[method.sharded_state]
+        method.take_rows(ShardedRows(world, rows, method.layers, num_clients, unit))
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes

@@ -10,6 +10,7 @@ import torch
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import PrivacyConfig
 from hpcfl.errors import UserError
+from hpcfl.formatting import readable_bytes
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Context, Method
 from hpcfl.methods.adapter import MethodAdapter
@@ -66,12 +67,12 @@ def too_large(method: Method) -> str | None:
     whole = sum(parts.values())
     if whole <= memory:
         return None
-    of_parts = ", ".join(f"{part} {size / 1e9:.3g} GB" for part, size in parts.items())
+    of_parts = ", ".join(f"{part} {readable_bytes(size)}" for part, size in parts.items())
     num_clients = count + len(method.context.num_samples_of_unseen)
     return (
-        f"method.name={method.name} with data.clients={num_clients} keeps {whole / 1e9:.3g} GB on the server "
-        f"({of_parts}), and this machine, or its job, has {memory / 1e9:.3g} GB; use fewer clients, a larger "
-        f"machine, or what `hpcfl list keys method.{method.name}` has to make it smaller"
+        f"method.name={method.name} with data.clients={num_clients} keeps {readable_bytes(whole)} on the "
+        f"server ({of_parts}), and this machine, or its job, has {readable_bytes(memory)}; use fewer "
+        f"clients, a larger machine, or what `hpcfl list keys method.{method.name}` has to make it smaller"
     )
 
 

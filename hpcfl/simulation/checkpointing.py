@@ -39,7 +39,7 @@ class Saver:
 
         Raises UserError on all ranks if the checkpoint does not have the parts of this run.
         """
-        checkpoint = self._folder.checkpoint if self._folder is not None else None
+        checkpoint = self._folder.take_checkpoint() if self._folder is not None else None
         world = self._federation.world
         server: State = run_collectively(
             world, lambda: {} if checkpoint is None else self._restore_server(checkpoint)
@@ -109,8 +109,6 @@ class Saver:
                 f"{checkpoint.path} does not fit this run: {wrong}; restore this run's own checkpoint, "
                 "or add --fresh to move the folder aside and start over"
             )
-        # the ledger has its own
-        checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
     def _first_mismatch(self, checkpoint: LoadedCheckpoint) -> str | None:

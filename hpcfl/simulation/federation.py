@@ -61,7 +61,7 @@ class Federation:
         """Clients that do not, U."""
         self.in_training = range(self.num_clients)
         self.unseen = range(self.num_clients, len(experiment.num_train))
-        self.channel = Channel(world, self.method.layers, self.num_clients)
+        self.channel = Channel(world, self.method.layers, self.num_clients, self.method.shard_unit)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
         self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
@@ -77,7 +77,7 @@ class Federation:
         num_samples, workers = torch.from_numpy(self.experiment.num_train[list(clients)]), None
         if clients and clients[0] in self.unseen:
             numbers = [client - self.num_clients for client in clients]
-            workers = tuple(self.world.homes(numbers, self.num_unseen))
+            workers = tuple(self.world.homes(numbers, self.num_unseen, self.method.shard_unit))
         return Cohort(round, tuple(clients), num_samples, workers)
 
     def cohorts(self, round: int, clients: range) -> Iterator[Cohort]:

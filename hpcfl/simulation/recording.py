@@ -73,6 +73,10 @@ class Recorder:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
         self.ledger.wall_s = self._wall_before_s + time.monotonic() - self._started_s
 
+    def add_seconds(self, part: str, seconds: float) -> None:
+        """Add to a part of the run's seconds, one of the ledger's SPENT."""
+        self.ledger.spent[part] += seconds
+
     def record_round(
         self,
         cohort: Cohort,
@@ -103,7 +107,7 @@ class Recorder:
         # all members may be lost
         train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
         self.timing.train_s.append(train_s)
-        self.ledger.spent["evaluate_s"] += scoring_s
+        self.add_seconds("evaluate_s", scoring_s)
         busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
         all_s = self._federation.world.num_workers * train_s
         self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)

@@ -58,7 +58,7 @@ class Simulation:
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
         policy = experiment.run.on_divergence
-        self._divergence = Divergence(policy, self.method, world, self.ledger, progress, folder)
+        self._divergence = Divergence(policy, self.method, world, self.ledger, folder)
         leaves_out = self._divergence.leaves_out
         self._local = LocalTraining(self._federation, self._evaluator, self._clock, leaves_out)
         self.server: State = {}
@@ -92,7 +92,7 @@ class Simulation:
             began_s, waited_s = time.monotonic(), self._world.waited_s
             cohort = self._federation.migration.placed(self.cohort(done))
             done += 1
-            self._world.phase = f"in round {done}"
+            self._world.begin_phase(f"in round {done}")
             is_evaluated = done == train.rounds or done % run.eval_every == 0
             after_training = self._round(cohort, is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
@@ -215,7 +215,7 @@ class Simulation:
         """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
-        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
+        self._recorder.add_seconds("evaluate_s", time.monotonic() - began_s)
         self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
@@ -234,7 +234,7 @@ class Simulation:
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
         self.timing.save_s.append(time.monotonic() - began_s)
-        self.ledger.spent["save_s"] += self.timing.save_s[-1]
+        self._recorder.add_seconds("save_s", self.timing.save_s[-1])
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import time
@@ -33,6 +34,8 @@ from hpcfl.storage.reading import read_record, whole_lines
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import Snapshot
 from hpcfl.storage.trackers import TRACKERS, Tracker
+
+LOG = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """Name of config.yaml until it is complete; a killed run may leave it."""
@@ -120,7 +123,7 @@ class RunFolder:
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_checkpoint(layout)
             if self.checkpoint is None and len(whole_lines(self.path / "metrics.csv")) > 1:
-                warnings.warn(f"{self.path} has no checkpoint; starting over at round 0", stacklevel=1)
+                LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
             self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
@@ -136,12 +139,14 @@ class RunFolder:
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
             return
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
-        unfinished = self.path / UNFINISHED_NAME
+        whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
+        if record is None and self.store.exists:
+            LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and is written again")
         with unfinished.open("w") as file:
             file.write(self.config.yaml() + yaml_of({ENVIRONMENT: environment}))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, self.path / "config.yaml")
+        os.replace(unfinished, whole)
 
     @property
     def _is_over(self) -> bool:
@@ -171,6 +176,11 @@ class RunFolder:
                 f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
                 f"finish the run with that version, {over}; report, compare, export and predict can read it"
             )
+
+    def take_checkpoint(self) -> LoadedCheckpoint | None:
+        """Return the open checkpoint, and keep none: memory may not hold it beside the run."""
+        checkpoint, self.checkpoint = self.checkpoint, None
+        return checkpoint
 
     def start_files(self, ledger: Ledger) -> None:
         """Rewrite the CSV files with all rows so far, and start the tracker.
@@ -251,11 +261,10 @@ class RunFolder:
         except Exception as error:
             self._tracker = None
             reason = error.strerror if isinstance(error, OSError) else None
-            warnings.warn(
+            LOG.warning(
                 f"{self.path}: run.tracker={self.config.run.tracker} has failed: "
                 f"{reason or one_line(error)}; the run continues without, and its next start sends what is "
-                "missing",
-                stacklevel=3,
+                "missing"
             )
 
     def _close_tracker(self) -> None:
@@ -273,10 +282,9 @@ class RunFolder:
         except OSError as error:
             if not self._log_is_refused:
                 self._log_is_refused = True
-                warnings.warn(
+                LOG.warning(
                     f"{self.path}: log.txt cannot be written: {error.strerror or error}; the run continues "
-                    "without",
-                    stacklevel=2,
+                    "without"
                 )
 
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
@@ -307,8 +315,6 @@ class RunFolder:
         """
         path = self.path / "config.yaml"
         if not path.is_file():
-            if self.store.exists:
-                warnings.warn(f"{path} is missing, and is written again", stacklevel=1)
             return None
         if_damaged = "restore it from a backup, or add --fresh to move the folder aside and start over"
         try:
@@ -321,7 +327,6 @@ class RunFolder:
             if not self.store.exists:
                 raise
             # the checkpoint's configuration is compared when it is loaded
-            warnings.warn(f"{path} is damaged, and is written again", stacklevel=1)
             return None
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -334,10 +339,9 @@ class RunFolder:
             )
         for key in ("hpcfl", "torch", "processor", "workers"):
             if key in before and before[key] != now[key]:
-                warnings.warn(
+                LOG.warning(
                     f"this run began with {key} {before[key]} and continues with {now[key]}: "
-                    "the last bits may differ",
-                    stacklevel=2,
+                    "the last bits may differ"
                 )
 
 

@@ -5,7 +5,7 @@ Shapes: N clients, E evaluations, K classes.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from hpcfl.errors import UserError
 from hpcfl.results.run import Run
 from hpcfl.tables.cells import Cell, Table, axes_by_diagnostic
 from hpcfl.tables.file import Curves, HeatMaps
+
+LOG = logging.getLogger(__name__)
 
 SUMMARISED = ("first", "middle", "last")
 """Evaluations of which diagnostics.csv has lines."""
@@ -58,7 +60,7 @@ def read_histories(table: Table) -> dict[Path, History]:
             try:
                 history = _read(run, axes, wanted)
             except UserError as error:
-                warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
+                LOG.warning(f"{cell.place}: no diagnostics and no figure: {error}")
                 continue
             if history is not None:
                 _check_figure(table, cell, history)

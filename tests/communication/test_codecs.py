@@ -320,7 +320,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("case", sorted({*CODED, *(f"{method}-topk" for method in KINDS)}))
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 def test_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
     method, codec = case.split("-")
     # heurpfedla retains layers from the third round on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,9 +139,10 @@ def assert_same(ours: Run, fedavg: Run) -> None:
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
 
 
-def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
-    with pytest.warns(UserWarning, match=re.escape("so fedbn is fedavg here; model.batchnorm=true adds it")):
-        ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+    (told,) = caplog.messages
+    assert "so fedbn is fedavg here; model.batchnorm=true adds it" in told
     fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
     assert_same(ours, fedavg)
 

@@ -301,8 +301,7 @@ def test_newcomers_keep_their_epochs() -> None:
     assert run.workplace.work.local_epochs(3, 2) in (3, 4)
 
 
-@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
-@pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
+@pytest.mark.warns
 @pytest.mark.parametrize("method", DIFFERENT)
 @pytest.mark.usefixtures("double")
 def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method: str, tmp_path: Path) -> None:

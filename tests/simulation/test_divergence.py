@@ -25,7 +25,7 @@ from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.training.client_group import ClientGroup
 
-pytestmark = pytest.mark.usefixtures("own_code_forgotten")
+pytestmark = [pytest.mark.usefixtures("own_code_forgotten"), pytest.mark.warns]
 
 SKIP = "run.on_divergence=skip"
 

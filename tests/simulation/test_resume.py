@@ -220,7 +220,6 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink])
-@pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],

@@ -215,7 +215,7 @@ LOOPED = ("fedavg", "fedem", "fedmn")
 """Methods that differ in what they ask of an engine; on a GPU, the batched one is the default."""
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 @pytest.mark.parametrize(
     ("case", "engine"),
     [*((case, "batched") for case in (*DIFFERENT, *VARIANTS)), *((case, "loop") for case in LOOPED)],
