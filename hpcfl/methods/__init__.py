@@ -21,7 +21,7 @@ def _find(name: str) -> type[Method]:
 METHODS: dict[str, type[Method]] = {
     module.name: _find(module.name)
     for module in pkgutil.iter_modules(__path__)
-    if module.name not in ("adapter", "base", "diagnostics") and not module.name.startswith("_")
+    if module.name not in ("adapter", "base", "buffers", "diagnostics") and not module.name.startswith("_")
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -31,6 +30,7 @@ from hpcfl.config.keys import (
 )
 from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
+from hpcfl.methods.buffers import Buffers
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
@@ -137,7 +137,7 @@ class Traits:
     buffers: tuple[BufferPolicy, ...] = ("average", "local")
     """Allowed values of `train.buffers`, the treatment of BatchNorm's running statistics; the first is the
     default. local: they stay with the client. average: the server averages them. mixed: the method mixes
-    them, in its own state."""
+    them, in its own state. `Method.buffers` does it."""
     averages: tuple[str, ...] = ()
     """Tensors of the server's state that `aggregate` moves to means over clients: `server.optimiser` acts on
     them. (): the method refuses `server.optimiser`."""
@@ -199,9 +199,6 @@ class Method:
     before it uses them."""
     finetuned: slice = slice(None)
     """The numbers of `theta` [P] that `finetune` trains; default: all."""
-    num_models: int | None = None
-    """Number M of models that a client gets and trains, each with running statistics of its own: those of a
-    group are [C, M, U]. None: one model, and [C, U]."""
     sequential: str | None = None
     """The setting, such as `method.order=chain`, that makes each client of a round start where the client
     before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
@@ -236,12 +233,15 @@ class Method:
         self.layout = ParameterLayout(self.network)
         self.layers = self.make_layers()
         allowed = self.traits.buffers
-        self.buffers: BufferPolicy = context.train.buffers or allowed[0]
-        if self.buffers not in allowed:
+        policy = context.train.buffers or allowed[0]
+        if policy not in allowed:
             raise UserError(
-                f"train.buffers={self.buffers} does not go with method.name={self.name}; "
+                f"train.buffers={policy} does not go with method.name={self.name}; "
                 f"allowed: {', '.join(allowed)}"
             )
+        self.buffers = Buffers(policy, self.network, self.layout, self.traits.averages_own_buffers)
+        """The running statistics of BatchNorm; a class whose clients get several models changes it to those
+        `of_models`."""
         for key, reason in self.traits.refuses.items():
             value, default = getattr(context.train, key), TrainConfig.model_fields[key].default
             if value != default:
@@ -304,7 +304,7 @@ class Method:
                 f"{key} needs a model without BatchNorm, which mixes the samples of a mini-batch, and model."
                 f"name={self.context.model_name} has it here; use another, such as model.batchnorm=false"
             )
-        if self.averages_buffers:
+        if self.buffers.are("average"):
             raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")
 
     def server_state(self) -> State:
@@ -467,11 +467,6 @@ class Method:
         return torch.stack(counts).to(clients.buffers.dtype)
 
     @property
-    def averages_buffers(self) -> bool:
-        """Whether the server keeps an average of the clients' running statistics."""
-        return self.buffers == "average" and self.layout.buffer_size > 0
-
-    @property
     def shard_unit(self) -> int:
         """Of how many clients each worker's shard has a multiple (but for the last one)."""
         return 1 if self.sharded_state is None else BLOCK_CLIENTS
@@ -480,21 +475,11 @@ class Method:
         """Return the first weights [P] of what clients train."""
         return self.layout.flatten(self.network)[0]
 
-    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
-        """Return the initial running statistics: [U], or [C, U] for some clients."""
-        buffers = self.layout.flatten(self.network)[1]
-        return buffers if clients is None else buffers.expand(len(clients), -1).clone()
-
     def with_weights(self, theta: Tensor, buffers: Tensor) -> nn.Module:
         """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
         network = copy.deepcopy(self.network).eval()
         network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
         return network
-
-    def keeping_averaged_buffers(self, clients: ClientGroup) -> AbstractContextManager[None]:
-        """Do not change running statistics that the server averages inside the block, while another part
-        adapts."""
-        return clients.discarding_buffer_updates() if self.averages_buffers else nullcontext()
 
 
 class TwoPhaseMethod(Method):

@@ -76,7 +76,7 @@ class FedEM(FedAvg):
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
         context.check_equal_starts(params.components, "components")
-        self.num_models = params.components
+        self.buffers = self.buffers.of_models(params.components)
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.components)}
@@ -162,7 +162,7 @@ class FedEM(FedAvg):
         purpose: str = "batches",
     ) -> Tensor:
         """Train the components [C, M, P] on their shares of the samples."""
-        started, trained, ended = clients.buffers, [], []
+        trained = []
         for m in range(self.params.components):
 
             def gradient(
@@ -173,11 +173,9 @@ class FedEM(FedAvg):
                 # the recorded loss is a mean over M passes, the mixture's loss is their sum
                 return gradients["theta"], losses * self.params.components
 
-            clients.buffers = started[:, m].clone()
-            component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
+            with clients.buffers_of_model(m):
+                component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
             trained.append(component.theta)
-            ended.append(clients.buffers)
-        clients.buffers = torch.stack(ended, dim=1)
         return torch.stack(trained, dim=1)
 
 

@@ -234,7 +234,7 @@ class FedMN(TwoPhaseMethod):
         gradient = self._gradient(clients, {"decision": clients["decision"]} | clients.scratch)
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
         if self.params.order == "chain":
-            statistics = {BUFFERS: clients.buffers[0]} if self.averages_buffers else {}
+            statistics = {BUFFERS: clients.buffers[0]} if self.buffers.are("average") else {}
             clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
         return Message(per_client={"theta": theta}, layer_mask={"theta": mask})
 
@@ -317,7 +317,7 @@ class FedMN(TwoPhaseMethod):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
-        if self.buffers == "local":
+        if self.buffers.are("local"):
             # a new client has no running statistics, and gradients find them
             gradient = self.local_gradient(clients, model)
             for batch in clients.batches("statistics", augmented=False):
@@ -342,7 +342,7 @@ class FedMN(TwoPhaseMethod):
 
     def _pretrain(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(down["theta"]).theta
-        if self.buffers == "local":
+        if self.buffers.are("local"):
             for statistics in clients.buffers:
                 self._copy_body(self.layout.buffer_views(statistics))
         return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})

@@ -134,7 +134,7 @@ class FedPAC(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.layout.with_head(down["theta"], self._first_head().to(clients.device))
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             trained = clients.sgd(theta, trained=self.layout.head, purpose="finetune")
         return Message(per_client={"theta": trained.theta})
 

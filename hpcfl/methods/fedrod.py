@@ -107,7 +107,7 @@ class FedRoD(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, head = self._with_both_heads(clients, down), self.layout.head
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             return Message(per_client={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:

@@ -54,7 +54,7 @@ class IFCA(Method):
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
         context.check_equal_starts(params.clusters, "clusters")
-        self.num_models = params.clusters
+        self.buffers = self.buffers.of_models(params.clusters)
 
     def server_state(self) -> State:
         return {

@@ -165,8 +165,8 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         state: State = {} if self.sharded_state else {"theta": self._initial_models(clients)}
-        if self._mixes_buffers:
-            state[BUFFERS] = self.initial_buffers(clients)
+        if self.buffers.are("mixed"):
+            state[BUFFERS] = self.buffers.initial(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
         return state | self.learner.initial(self.context.seed, head_init)
@@ -182,7 +182,7 @@ class PFedLA(Method):
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
         mixed = self.sharded.mix(alpha) if self.sharded_state else self.mix(alpha, server["theta"])
         rows = {"theta": mixed}
-        if self._mixes_buffers:
+        if self.buffers.are("mixed"):
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(per_client=rows)
 
@@ -213,12 +213,12 @@ class PFedLA(Method):
             self.sharded.put(clients, trained)
         else:
             server["theta"][index] = trained
-        if self._mixes_buffers:
+        if self.buffers.are("mixed"):
             server[BUFFERS][index] = arrived[BUFFERS]
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         shared = {"models": server["theta"]}
-        if self._mixes_buffers:
+        if self.buffers.are("mixed"):
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
@@ -229,7 +229,7 @@ class PFedLA(Method):
         lr = (self.hypernetwork_lr if scaled else STEP_SIZES["scaled"]) * len(models)
         outputs = models.new_zeros(len(clients), len(self.layers), len(models), requires_grad=True)
         largest = models.new_zeros(len(clients), dtype=torch.float64)
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             for epoch in range(clients.local_epochs):
                 alpha = outputs.softmax(dim=-1)
                 start = self._mixture(clients, down, alpha.detach())
@@ -242,8 +242,8 @@ class PFedLA(Method):
 
     def _mixture(self, clients: ClientGroup, down: Message, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
-        if self._mixes_buffers:
-            clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
+        if self.buffers.are("mixed"):
+            clients.replace_buffers(self.mix_buffers(alpha, down.shared["models_buffers"]))
         return self.mix(alpha, down.shared["models"])
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
@@ -318,10 +318,6 @@ class PFedLA(Method):
         """Return the weights that give each client its own model, [S, 1, N]."""
         own = torch.nn.functional.one_hot(torch.tensor(list(clients)), self.context.num_clients)
         return own.to(torch.get_default_dtype()).unsqueeze(1)
-
-    @property
-    def _mixes_buffers(self) -> bool:
-        return self.buffers == "mixed" and self.layout.buffer_size > 0
 
 
 def _largest(before: Tensor, delta: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class PFedMB(Method):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         branches = self._together(down)
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             kept = self._train_alpha(clients, branches, None, "finetune/alpha")
         return Message(per_client={"theta": self.mix(self.alpha(kept), branches)})
 

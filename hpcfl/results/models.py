@@ -206,7 +206,7 @@ class TrainedModels:
         if method.layout.buffer_size and BUFFERS not in server:
             raise UserError(
                 f"the global model of method.name={name} has no running statistics of BatchNorm, which stay "
-                f"with the clients (train.buffers={method.buffers}); {theirs}"
+                f"with the clients (train.buffers={method.buffers.policy}); {theirs}"
             )
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 

@@ -90,8 +90,7 @@ class ClientGroup:
         self._local = [worker.clients.index(client) for client in self.ids]
         self._written: Tensors = {}
         self.device = worker.device
-        self.buffers = torch.empty(len(self.ids), 0, device=self.device)
-        """Running statistics [C, U] that training and evaluation use and update."""
+        self._buffers = torch.empty(len(self.ids), 0, device=self.device)
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
         """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
@@ -144,6 +143,33 @@ class ClientGroup:
             elif members:
                 stored[[self._local[n] for n in members]] = rows[list(members)].to(stored.device)
         self._written.clear()
+
+    @property
+    def buffers(self) -> Tensor:
+        """Running statistics that training and evaluation use and update: [C, U], or [C, M, U] of M models a
+        client."""
+        return self._buffers
+
+    def replace_buffers(self, buffers: Tensor) -> None:
+        """Use other running statistics from now on; this object updates the tensor in place."""
+        self._buffers = buffers
+
+    @contextmanager
+    def buffers_of_model(self, number: int) -> Iterator[None]:
+        """Use and update those of one of the clients' M models inside the block, as [C, U]."""
+        of_all = self._buffers
+        self._buffers = of_all[:, number].clone()
+        yield
+        of_all[:, number] = self._buffers
+        self._buffers = of_all
+
+    @contextmanager
+    def discarding_buffer_updates(self, clients: Tensor | None = None) -> Iterator[None]:
+        """Discard updates of the running statistics inside the block, of some clients, bool [C, 1], or of
+        all: they belong to a model that is not evaluated."""
+        kept = self._buffers.clone()
+        yield
+        self._buffers = kept if clients is None else torch.where(clients, kept, self._buffers)
 
     @property
     def num_samples(self) -> Tensor:
@@ -393,14 +419,6 @@ class ClientGroup:
             return numbers
 
         return draw
-
-    @contextmanager
-    def discarding_buffer_updates(self) -> Iterator[None]:
-        """Discard updates of the running statistics inside the block: they belong to a model that is not
-        evaluated."""
-        kept = self.buffers.clone()
-        yield
-        self.buffers = kept
 
     def outputs(
         self, model: Tensors | Message, position: int, call: Callable[..., Tensor], *samples: Tensor

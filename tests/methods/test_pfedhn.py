@@ -219,7 +219,7 @@ def test_sizes_are_the_authors() -> None:
 def test_statistics_stay_with_the_client() -> None:
     run = Run(OURS, "model.batchnorm=true", "train.participation=0.5", "train.rounds=1")
     assert "buffers" not in run.server
-    moved = (run.clients["buffers"] != run.method.initial_buffers()).any(dim=1)
+    moved = (run.clients["buffers"] != run.method.buffers.initial()).any(dim=1)
     assert moved.tolist() == [client in run.simulation.cohort(0).clients for client in range(4)]
     assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
     with pytest.raises(UserError, match=r"train\.buffers=average does not go with method\.name=pfedhn"):
