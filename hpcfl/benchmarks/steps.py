@@ -94,7 +94,7 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
 def context_of(num_clients: int, timed: Timed = LENET) -> Context:
     """Return a run's context with so many clients of TRAIN_SAMPLES samples."""
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
-    return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, TRAIN, 0)
+    return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, train=TRAIN, seed=0)
 
 
 def _epoch(

@@ -111,7 +111,7 @@ class MethodAdapter:
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)
-            self.method.aggregate(server, self._private.with_equal_weights(cohort), up)
+            self._aggregate(server, self._private.with_equal_weights(cohort), up)
         up.drain()
         # with privacy, the model also moves in a round without clients: by noise
         if len(cohort) or self._private.is_on:
@@ -120,19 +120,30 @@ class MethodAdapter:
         server |= averaged
         self.method.end_round(server, cohort)
 
+    def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """Call `aggregate`, in which the upload must be read before the sharded state is used."""
+        if self.method.sharded_state is None:
+            self.method.aggregate(server, cohort, up)
+            return
+        self.method.sharded.upload = up
+        self.method.aggregate(server, cohort, up)
+        self.method.sharded.upload = None
+
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         down = self.method.buffers.receive(clients, down)
         epochs = self.method.context.train.finetune_epochs
-        if epochs:
-            return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
         with clients.read_only():
+            if epochs:
+                return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self.method.buffers.receive(clients, down)
-        return self._with_buffers("new_client_model", clients, self.method.new_client_model(clients, down))
+        with clients.read_only():
+            models = self.method.new_client_model(clients, down)
+        return self._with_buffers("new_client_model", clients, models)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""

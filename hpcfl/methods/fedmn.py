@@ -136,6 +136,7 @@ class FedMN(TwoPhaseMethod):
     traits = Traits(
         averages=("theta",),
         uses_total_rounds=True,
+        predicts_by="module",
         train_defaults={"lr": 0.1},
         refuses=dict.fromkeys(
             ("optimiser", "clip"), "which scales the router's gradients by its learning rate"

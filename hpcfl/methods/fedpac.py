@@ -71,7 +71,9 @@ class FedPAC(FedAvg):
     name = "fedpac"
     summary = "a shared body with aligned features, under heads that similar clients share"
     Params = FedPACParams
-    traits = FedAvg.traits.replace(has_global_model=False, needs_body=True)
+    traits = FedAvg.traits.replace(
+        has_global_model=False, needs_body=True, differences=("theta", "head", "prototypes")
+    )
     params: FedPACParams
 
     def __init__(self, context: Context, params: FedPACParams) -> None:

@@ -58,6 +58,7 @@ class FedRoD(FedAvg):
     Params = FedRoDParams
     traits = FedAvg.traits.replace(
         averages=("theta", "hypernetwork"),
+        differences=("theta", "hypernetwork"),
         needs_body=True,
         refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"},
     )
@@ -83,7 +84,7 @@ class FedRoD(FedAvg):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         # what makes the personal head: the head itself, or the network that generates it
         own = "hypernetwork" if self.params.hyper_head else "head"
-        counts = self.class_counts(clients)
+        counts = clients.class_counts(self.context.num_classes)
         generic = clients.descent(down["theta"])
         personal = clients.descent(down[own] if own in down else clients[own])
         for batch in clients.batches():
@@ -123,7 +124,9 @@ class FedRoD(FedAvg):
         """Return the networks [C, P] whose head is g + p_i, of the generic part as it was sent or trained."""
         theta = generic["theta"].clone(memory_format=torch.contiguous_format)
         if self.params.hyper_head:
-            own = vmap(self.generated)(generic["hypernetwork"], self.class_counts(clients))
+            own = vmap(self.generated)(
+                generic["hypernetwork"], clients.class_counts(self.context.num_classes)
+            )
         else:
             own = clients["head"]
         theta[:, self.layout.head] += own

@@ -55,6 +55,7 @@ class GPFL(FedPer):
     name = "gpfl"
     summary = "shared class embeddings guide features, each client's own head reads its version of them"
     Params = GPFLParams
+    traits = FedPer.traits.replace(predicts_by="module")
     params: GPFLParams
     network: GuidedNetwork
 
@@ -101,7 +102,7 @@ class GPFL(FedPer):
 
     def shares(self, clients: ClientGroup) -> Tensor:
         """Return the share of each class in each client's training set, [C, K]."""
-        counts = self.class_counts(clients)
+        counts = clients.class_counts(self.context.num_classes)
         return counts / counts.sum(dim=1, keepdim=True)
 
     def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:

@@ -99,13 +99,8 @@ class TrainedModels:
 
     @property
     def is_network(self) -> bool:
-        """Whether the method's `as_module` agrees with its `predict`: no class overrides only the latter."""
-        kinds = type(self.method).__mro__
-        of_network, of_rule = (
-            next(number for number, kind in enumerate(kinds) if name in vars(kind))
-            for name in ("as_module", "predict")
-        )
-        return of_network <= of_rule
+        """Whether the method predicts by one network or module, not by a rule of its own."""
+        return self.method.traits.predicts_by != "rule"
 
     def tensors(self, client: ClientName) -> Tensors:
         """Return a model by named tensors: the state of its network, or else its parts.

@@ -237,7 +237,7 @@ class Given(ConvNetOptions):
 
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     sizes = torch.tensor([4, 4])
-    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
+    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
     common = PFedHN(context, PFedHNParams())
     sent = MethodAdapter(common).download(
         MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))

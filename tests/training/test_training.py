@@ -366,6 +366,18 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
     assert gradients["theta"].count_nonzero() > 1000
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_gradient_stays_as_it_is_when_the_next_one_is_computed(batched: bool) -> None:
+    network = make_network()
+    place = make_place(network, [8], settings(), clients_at_once=1 if batched else None)
+    clients = everyone(place, buffers=torch.empty(1, 0))
+    theta, _ = spread(network, 1)
+    found = [clients.gradient(cross_entropy_loss, {"theta": theta}, b)[0] for b in clients.batches(epochs=1)]
+    first = clients.gradient(cross_entropy_loss, {"theta": theta}, next(clients.batches(epochs=1)))[0]
+    assert torch.equal(found[0]["theta"], first["theta"])
+    assert not torch.equal(found[0]["theta"], found[1]["theta"])
+
+
 # The loop engine is a bare torch loop
 
 
