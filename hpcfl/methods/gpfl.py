@@ -89,11 +89,7 @@ class GPFL(FedPer):
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         shares = model["shares"][position]
-
-        def probabilities(network: GuidedNetwork, x: Tensor) -> Tensor:
-            return network(x, shares).softmax(dim=1)
-
-        return clients.outputs(model, position, probabilities, x)
+        return clients.outputs(model, position, lambda network, x: network(x, shares).softmax(dim=1), x)
 
     def as_module(self, model: Tensors) -> nn.Module:
         network = self.with_weights(model["theta"], model[BUFFERS])
