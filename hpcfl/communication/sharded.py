@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator, Transfer
+from hpcfl.communication.upload import Upload
 from hpcfl.parameters import COLUMNS_AT_ONCE, Layer, pieces
 
 BLOCK_CLIENTS = 16
@@ -44,6 +45,8 @@ class ShardedRows:
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
         self._shards = [world.shard(num_clients, worker, shard_unit) for worker in range(world.num_workers)]
         self._own = world.shard(num_clients, None, shard_unit)
+        self.upload: Upload | None = None
+        """An upload that the server must read to its end before it uses the rows: the workers send it."""
         # products read copies, whose alignment in memory does not depend on the shard
         self._copy = rows.new_empty(BLOCK_CLIENTS * COLUMNS_AT_ONCE)
 
@@ -83,6 +86,8 @@ class ShardedRows:
                 self._put(command["clients"])
 
     def _command(self, **what: Any) -> None:
+        if self.upload is not None and not self.upload.is_read:
+            raise RuntimeError("read all of the upload, or drain it, before you use the sharded state")
         self._world.broadcast_bytes(json.dumps(what).encode())
 
     def _mix(self, count: int, weights: Tensor | None = None) -> Tensor | None:

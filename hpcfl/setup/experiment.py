@@ -175,12 +175,12 @@ def method_of(config: Config, data: DataRecord) -> Method:
         data.sample,
         data.num_classes,
         num_samples[:num_clients],
-        config.train,
-        config.run.seed,
-        num_samples[num_clients:],
-        config.server,
-        config.privacy,
-        config.clients,
+        train=config.train,
+        seed=config.run.seed,
+        num_samples_of_unseen=num_samples[num_clients:],
+        server=config.server,
+        privacy=config.privacy,
+        clients=config.clients,
     )
     return METHODS[config.method.name](context, config.method.options)
 

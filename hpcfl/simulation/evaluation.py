@@ -131,7 +131,7 @@ class Evaluator:
         split = split or self._split
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
-        if type(self._method).predict is Method.predict:
+        if self._method.traits.predicts_by == "network":
             together = clients.scores(model, split)
             if together is not None:
                 return together

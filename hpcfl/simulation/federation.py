@@ -135,7 +135,9 @@ class Federation:
         """
         outline = up.with_clients(up.num_clients)
         for name in up.per_client:
-            frame = Frame.of(up, name, self.method.layers).after(received)
+            frame = Frame.of(up, name, self.method.layers)
+            if name in self.method.traits.differences:
+                frame = frame.after(received)
             outline.pieces[name] = self._up.for_frame(frame).pieces(frame)
         names_layers = not self.adapter.needs_request(round)
         return torch.from_numpy(count_bytes(outline, self.method.layers, names_layers).total)
@@ -149,7 +151,7 @@ class Federation:
             (int(place is not self.worker_context), place.clients.index(client)) for place, client in found
         ]
         unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
-        return UploadCoding(self._up, received, unsent)
+        return UploadCoding(self._up, received, self.method.traits.differences, unsent)
 
     def on_device(self, received: Message) -> Message:
         """Copy shared tensors to the device, once for all groups; rows follow group by group."""
