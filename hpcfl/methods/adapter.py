@@ -125,9 +125,8 @@ class MethodAdapter:
         if self.method.sharded_state is None:
             self.method.aggregate(server, cohort, up)
             return
-        self.method.sharded.upload = up
-        self.method.aggregate(server, cohort, up)
-        self.method.sharded.upload = None
+        with self.method.sharded.after(up):
+            self.method.aggregate(server, cohort, up)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
