@@ -22,6 +22,7 @@ from hpcfl.methods import METHODS, Method, Params, complete
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run, load_run
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.terminal import LOG
 
 Setting = str | Path | Mapping[str, Any]
 
@@ -38,6 +39,9 @@ def run(
     quiet: bool = False,
 ) -> Run | None:
     """Start a run in its folder, or resume it, as `hpcfl run` does; no report is written. Collective.
+
+    Rank 0 gives warnings to the logger `hpcfl`, and those of libraries to `py.warnings`; it prints them where
+    `hpcfl` has no handler.
 
     Args:
         settings: YAML files, `key=value` words and dictionaries of keys (nested, or as `train.rounds`), the
@@ -56,7 +60,7 @@ def run(
         hpcfl.errors.UserError: settings, method or dataset are impossible, or the folder holds another run.
         hpcfl.errors.StorageError: the run folder cannot be written.
     """
-    with started_world() as world, ExitStack() as at_exit:
+    with started_world(prints_warnings=not LOG.hasHandlers()) as world, ExitStack() as at_exit:
         config = run_collectively(world, lambda: _config(settings, method, dataset))
         stop = StopFlag()
         at_exit.callback(stop.restore)

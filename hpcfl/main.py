@@ -32,7 +32,7 @@ from hpcfl.errors import BROKEN_PIPE, FINISHED, INTERRUPTED, STOPPED, StorageErr
 from hpcfl.formatting import did_you_mean
 from hpcfl.registries import load_config
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.terminal import drop_buffered, print_line, print_warning, warnings_to
+from hpcfl.terminal import drop_buffered, print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = True
     try:
-        with started_world() as world, warnings_to(print_warning):
+        with started_world() as world:
             speaks = world.is_server
             name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
             if name == "run":

@@ -1,8 +1,10 @@
-"""Progress of a run: a bar and a curve on a terminal, elsewhere at most one line every 30 seconds."""
+"""What a command prints: warnings, and the progress of a run as a bar and a curve or as lines."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -76,12 +78,6 @@ class Progress:
             with _dropped_if_refused(sys.stdout):
                 self._console.print(text, markup=False, soft_wrap=True)
 
-    def warn(self, text: str) -> None:
-        """Print a warning to standard error, also under `--quiet`, and log it."""
-        if self._log is not None:
-            self._log(f"warning: {text}")
-            print_warning(text)
-
     def close(self) -> None:
         """Remove the bar from the terminal."""
         if self._bar is not None:
@@ -89,17 +85,70 @@ class Progress:
             self._bar = None
 
 
+LOG = logging.getLogger("hpcfl")
+"""Gets the warnings of all modules."""
+_OF_LIBRARIES = logging.getLogger("py.warnings")
+_FROM_LIBRARY = re.compile(r".*?:\d+: \w+: (.*?)(\n  [^\n]*)?\n", re.DOTALL)
+"""Place, kind, text and line of code: how `logging` words a warning of a library."""
+
+
+class WarningHandler(logging.Handler):
+    """Gives the text of each warning to `show`, once; keeps them until there is a `show`."""
+
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self._show = show
+        self._texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a warning whose text is new."""
+        text = record.getMessage()
+        if record.name == _OF_LIBRARIES.name and (found := _FROM_LIBRARY.fullmatch(text)):
+            text = found[1]
+        if text not in self._texts:
+            self._texts.append(text)
+            if self._show is not None:
+                self._show(text)
+
+    def show_by(self, show: Callable[[str], None]) -> None:
+        """Give the texts so far, and all later ones, to `show`."""
+        self._show = show
+        for text in self._texts:
+            show(text)
+
+    def forget(self) -> None:
+        """Show all texts anew."""
+        self._texts.clear()
+
+
+def _print_warning(text: str) -> None:
+    print_line(f"hpcfl: warning: {printable(' '.join(text.splitlines()))}", sys.stderr)
+
+
+TERMINAL = WarningHandler(_print_warning)
+"""Prints to standard error, also under `--quiet`."""
+
+
 @contextmanager
-def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Hand the text of every warning inside to `say`: those of libraries too."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_args, **_kwargs: say(str(message))
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler the warnings inside the block: the package's and those of libraries."""
+    with warnings.catch_warnings(), ExitStack() as at_exit:
+        logging.captureWarnings(True)
+        at_exit.callback(logging.captureWarnings, False)
+        for logger in (LOG, _OF_LIBRARIES):
+            logger.addHandler(handler)
+            at_exit.callback(logger.removeHandler, handler)
         yield
 
 
-def print_warning(text: str) -> None:
-    """Print a warning to standard error."""
-    print_line(f"hpcfl: warning: {printable(' '.join(text.splitlines()))}", sys.stderr)
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drop the warnings inside the block: the package's and those of libraries."""
+    with warnings.catch_warnings(), ExitStack() as at_exit:
+        warnings.simplefilter("ignore")
+        at_exit.callback(LOG.setLevel, LOG.level)
+        LOG.setLevel(logging.CRITICAL)
+        yield
 
 
 def print_line(text: str, stream: IO[str]) -> None:

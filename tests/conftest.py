@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_warning_unseen(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test in which the package warns, unless it looks at what is told or is marked `warns`."""
+    yield
+    own = {*request.fixturenames} - {"caplog"} | {*signature(request.function).parameters}
+    if own & {"capsys", "capfd", "caplog"} or request.node.get_closest_marker("warns"):
+        return
+    told = [*caplog.get_records("setup"), *caplog.get_records("call")]
+    assert [record.getMessage() for record in told if record.name.startswith("hpcfl")] == []
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +27,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.recording import Timing
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.terminal import Progress
+from hpcfl.terminal import Progress, silenced
 
 NUM_IMAGES = 6000
 NUM_CLIENTS = 10
@@ -88,9 +87,8 @@ def methods(world: Communicator, device: str) -> Iterator[Ratio]:
         "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
     }
     for number, name in enumerate(name for name in METHODS if name != "fedavg"):
-        with warnings.catch_warnings():
-            # such as Clustered FL's, which does not split in so few rounds
-            warnings.simplefilter("ignore")
+        # such as Clustered FL's warning, which does not split in so few rounds
+        with silenced():
             if number % METHODS_BESIDE_FEDAVG == 0:
                 fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
             other = run(world, config_of(settings | {"method": {"name": name}}))
@@ -143,8 +141,8 @@ def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> 
         made = at_exit.enter_context(tempfile.TemporaryDirectory(prefix=".hpcfl-bench-", dir="."))
     except OSError as error:
         raise UserError(f"cannot write here: {error.strerror}; go to a folder that can be written") from error
-    folder = RunFolder(Path(made) / "run", config)
-    folder.open(False, layout, [], at_exit)
+    folder = RunFolder(Path(made) / "run", config, uses_total_rounds=True)
+    folder.open(False, layout, at_exit, {})
     return folder
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.checks.findings import TO_FIX, Findings
+from hpcfl.checks.probes import check_data, check_folder, check_messages
 from hpcfl.checks.ranks import check_ranks
-from hpcfl.checks.trials import check_data, check_folder, check_messages
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
@@ -26,7 +26,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     options = parser().parse_intermixed_args(list(arguments))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     found = Findings()
-    check_ranks(world, config, found)
+    check_ranks(world, config.run, found)
     check_messages(world)
     check_folder(world, options.out, found)
     if options.settings:

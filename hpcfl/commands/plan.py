@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ import numpy as np
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
@@ -32,6 +32,8 @@ from hpcfl.setup.validate import (
     state_bytes,
     too_large,
 )
+
+LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
@@ -76,7 +78,9 @@ def parser() -> Parser:
 def _print_plan(config: Config, ranks: int, network: Network, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
-    print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
+    title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
+    table = _table(arrays, parts, method.context.num_clients)
+    print("\n".join([title, *table, *_describe(method, config.run.eval_every)]), flush=True)
     if reason := too_large(method):
         print(reason)
         return
@@ -89,18 +93,17 @@ def _print_plan(config: Config, ranks: int, network: Network, options: Namespace
         ranks = min(ranks, 2)
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
-        warnings.warn(
+        LOG.warning(
             "numbers became nan or infinite in the dry run, which continued with them; the run has "
             f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
-            f"{config.train.lr:g})",
-            stacklevel=1,
+            f"{config.train.lr:g})"
         )
     planner = Planner(config.run, method, parts, found, network)
     estimate = planner.on(ranks)
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
     header = SlurmHeader(name, config.run.threads, estimate, on_gpu, options.time)
     lines = [
-        _measured(config, found, estimate),
+        _measured(config.run, method.context.train, found, estimate),
         _network(network),
         *_times(method, planner, estimate),
         _memory(estimate),
@@ -120,9 +123,8 @@ def _usual_ranks(world: Communicator) -> int:
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
 
 
-def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:
-    """Yield lines with each client's samples by class."""
-    yield f"{config.partition.name} partition of {config.data.source}: samples of each class"
+def _table(arrays: Arrays, parts: Sequence[ClientIndices], num_clients: int) -> list[str]:
+    """Return lines with each client's samples by class; the first `num_clients` take part in training."""
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
     domains = domains_of(arrays, parts)
@@ -134,25 +136,21 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], metho
         "val",
         "test",
     ]
-    num_clients = method.context.num_clients
     names = [f"{'unseen ' if client >= num_clients else ''}{client}" for client in range(len(parts))]
     rows = [
         [name, *domains[client : client + 1], *(str(count or ".") for count in row)]
         for client, (name, row) in enumerate(zip(names, counts.tolist(), strict=True))
     ]
-    yield from aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
+    return aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
 
 
-def _describe(config: Config, method: Method) -> Iterator[str]:
+def _describe(method: Method, eval_every: int) -> Iterator[str]:
     """Yield lines about the model, the rounds, and the memory of server and clients at the start."""
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
-    train, num_clients = config.train, method.context.num_clients
-    num_unseen, times = (
-        len(method.context.num_samples_of_unseen),
-        evaluations(config.train.rounds, config.run.eval_every),
-    )
-    yield f"model {config.model.name}: {method.layout.size:,} trainable numbers ({layers})"
-    drawn = config.clients.local_epochs
+    context, train, num_clients = method.context, method.context.train, method.context.num_clients
+    num_unseen, times = len(context.num_samples_of_unseen), evaluations(train.rounds, eval_every)
+    yield f"model {context.model_name}: {method.layout.size:,} trainable numbers ({layers})"
+    drawn = context.clients.local_epochs
     epochs = str(train.local_epochs) if drawn is None else "{} to {}".format(*drawn)
     yield (
         f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
@@ -170,13 +168,13 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
 
-def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
+def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estimate) -> str:
     """Return the times measured on this machine."""
-    on_cpu, threads = found.device == "cpu", config.run.threads
+    on_cpu, threads = found.device == "cpu", run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
-    unit = "mini-batch" if config.train.finetune_epochs else "sample"
+    unit = "mini-batch" if train.finetune_epochs else "sample"
     return (
-        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(config.run, found)}: "
+        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(run, found)}: "
         f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"
@@ -199,7 +197,7 @@ def _network(network: Network) -> str:
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
-    """Yield the table of times, for the requested ranks and for others."""
+    """Yield the table of times, for the requested ranks, and for others where they differ."""
     per_node = planner.network.ranks_per_node
     most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
@@ -207,11 +205,14 @@ def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     rows = [header.split(", ")]
     for _, of in sorted((estimates | {found.ranks: found}).items()):
         parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        rows.append(
-            [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
-        )
+        row = [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
+        if of.ranks == found.ranks or row[2:] != rows[-1][2:]:
+            rows.append(row)
     yield ""
-    yield "time, estimated; a round is training on the busiest worker, rank 0's work, and its network:"
+    yield (
+        "time, estimated (nodes that change nothing are left out); a round is training on the busiest "
+        "worker, rank 0's work, and its network:"
+    )
     yield from aligned(rows)
     yield ""
 
@@ -225,7 +226,7 @@ def _disk(planner: Planner) -> str:
     checkpoint, last = planner.checkpoints()
     return (
         f"disk: a checkpoint {readable_bytes(checkpoint)}, the last one {readable_bytes(last)}; the run "
-        f"folder at most {readable_bytes(2 * checkpoint + last)} beside its tables and page: the newest, the "
+        f"folder at most {readable_bytes(2 * checkpoint + last)} without tables and page: the newest, the "
         "previous and the unfinished checkpoint"
     )
 
@@ -241,7 +242,7 @@ def _bytes(planner: Planner, measured: DryRun) -> Iterator[str]:
     for kind, called in (("buffer_", "running statistics"), ("index_", "indices")):
         down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))
         if down or up:
-            yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
+            yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up more in all"
 
 
 def _job(header: SlurmHeader) -> Iterator[str]:

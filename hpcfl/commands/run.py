@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.alike import check_unlike_nodes
+from hpcfl.checks.nodes import check_unlike_nodes
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
 from hpcfl.setup.device_memory import report_out_of_memory
+from hpcfl.setup.environment import environment_of
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.trackers import check_tracker
-from hpcfl.terminal import Progress, warnings_to
+from hpcfl.terminal import LOG, TERMINAL, Progress, WarningHandler, handled_by, silenced
 
 
 @contextmanager
-def started_world() -> Iterator[Communicator]:
+def started_world(prints_warnings: bool = True) -> Iterator[Communicator]:
     """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
     world = open_world()
     with abort_on_exception(world), ExitStack() as at_exit:
+        if prints_warnings and world.is_server:
+            at_exit.enter_context(handled_by(TERMINAL))
         if not world.is_server:
+            at_exit.enter_context(silenced())
             at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
         yield world
 
@@ -56,10 +61,9 @@ def run(
         is_cell: the run is one of many: print only how its rounds go.
     """
     with ExitStack() as at_exit:
-        noted: list[str] = []
-        warn: Callable[[str], None] = noted.append
-        # `warn` is looked up at each warning, also at exit
-        at_exit.enter_context(warnings_to(lambda text: warn(text)))
+        TERMINAL.forget()
+        logged = WarningHandler()
+        at_exit.enter_context(handled_by(logged))
         at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
@@ -69,19 +73,23 @@ def run(
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
-        folder = RunFolder(path, config) if world.is_server else None
+        traits = METHODS[config.method.name].traits
+        folder = RunFolder(path, config, traits.uses_total_rounds) if world.is_server else None
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
-        layout = experiment.method.layout
-        run_collectively(
-            world, lambda: folder.open(fresh, layout, ranks, at_exit, command) if folder else None
-        )
+
+        def open_folder() -> None:
+            if folder is not None:
+                environment = environment_of(config.data.source, ranks, command)
+                folder.open(fresh, experiment.method.layout, at_exit, environment)
+
+        run_collectively(world, open_folder)
         progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
-        warn = progress.warn
-        for text in noted:
-            warn(text)
+        if folder is not None:
+            log = folder.log
+            logged.show_by(lambda text: log(f"warning: {text}"))
         for text in folder.notes if folder else ():
             (folder.log if folder and is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)
@@ -94,16 +102,16 @@ def run(
         if outcome == "stopped":
             progress.say(f"stopped early with a checkpoint in {path}; rerun the same command to resume")
             return outcome
-        report = _write_report(path, progress) if config.run.report else None
+        report = _write_report(path) if config.run.report else None
         # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
+        lines = [*summary(outcome, simulation.ledger, config.privacy), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
         for line in lines:
             progress.say(line)
         return outcome
 
 
-def _write_report(folder: Path, progress: Progress) -> Path | None:
+def _write_report(folder: Path) -> Path | None:
     """Write the page of a finished run; if that fails, warn and return None: the run is complete without
     it."""
     # imported here: it is slow, and only one rank needs it, at the end
@@ -113,7 +121,7 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
     try:
         write_report([load_run(folder)], folder / REPORT_NAME)
     except (UserError, OSError) as error:
-        progress.warn(f"no report: {error}")
+        LOG.warning(f"no report: {error}")
         return None
     return folder / REPORT_NAME
 

@@ -16,6 +16,7 @@ from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
+from hpcfl.methods import METHODS
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -24,7 +25,7 @@ from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
 from hpcfl.tables.write_results import write, write_from_histories, write_results
-from hpcfl.terminal import print_warning
+from hpcfl.terminal import LOG
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
@@ -174,7 +175,7 @@ def _run_cells(
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             if world.is_server and done + 1 < len(pending):
-                print_warning(f"{failed[-1]}; continuing with the other cells")
+                LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
             # not the cell's fault
             _note(cell, is_running=False)
@@ -239,7 +240,8 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
     for cell in table.chosen:
         if cell.finished_run:
             continue
-        folder = RunFolder(cell.folder, cell.config)
+        traits = METHODS[cell.config.method.name].traits
+        folder = RunFolder(cell.folder, cell.config, traits.uses_total_rounds)
         starts_over = False
         try:
             folder.check(fresh=False)

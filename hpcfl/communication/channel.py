@@ -58,10 +58,16 @@ class _Placement:
 
 
 class Channel:
-    """Sends messages between the server and the workers; their tensors consist of `layers`."""
+    """Sends messages between the server and the workers; their tensors consist of `layers`.
 
-    def __init__(self, world: Communicator, layers: tuple[Layer, ...], num_clients: int) -> None:
-        self._world, self._layers, self._num_clients = world, layers, num_clients
+    Clients live in shards that begin at multiples of `shard_unit`.
+    """
+
+    def __init__(
+        self, world: Communicator, layers: tuple[Layer, ...], num_clients: int, shard_unit: int = 1
+    ) -> None:
+        self._world, self._layers = world, layers
+        self._num_clients, self._shard_unit = num_clients, shard_unit
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the positions in the cohort of this rank's clients, in ascending order."""
@@ -69,7 +75,7 @@ class Channel:
 
     def homes(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker whose shard has each member."""
-        return self._world.homes(cohort.clients, self._num_clients)
+        return self._world.homes(cohort.clients, self._num_clients, self._shard_unit)
 
     def workers(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker that each member trains on."""
@@ -212,7 +218,7 @@ class Channel:
             gathered = self.collect(cohort, chosen[own])
             self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
             frame = replace(frame, layer_mask=chosen.bool())
-        if coding is None:
+        if coding is None or frame.name not in coding.differences:
             return frame
         if sent is not None:
             return frame.after(sent)
@@ -248,6 +254,15 @@ class _SentUpload(Upload):
         self._codecs = {name: codec.for_frame(frame) for name, frame in frames.items()}
         self._unread = list(frames)
         self._gathering = self._gather([])
+        self._gathering.close()
+
+    @property
+    def is_read(self) -> bool:
+        return not self._unread and not self._is_gathering
+
+    @property
+    def _is_gathering(self) -> bool:
+        return inspect.getgeneratorstate(self._gathering) != inspect.GEN_CLOSED
 
     @property
     def outline(self) -> Message:
@@ -300,7 +315,7 @@ class _SentUpload(Upload):
         """Send the other ranks a command on tensors that are not read yet. Called by the server."""
         if not self._world.is_server:
             raise RuntimeError("the server reads an upload, the other ranks call drain")
-        if inspect.getgeneratorstate(self._gathering) == inspect.GEN_SUSPENDED:
+        if self._is_gathering:
             raise RuntimeError("read the blocks of an upload to the end before anything else of it")
         if other := [name for name in names if name not in self._unread]:
             raise ValueError(f"{', '.join(other)}: not in this upload, or read before; read each tensor once")

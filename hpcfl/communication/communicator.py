@@ -92,8 +92,6 @@ class Communicator:
         """Wrap an MPI communicator; None is a serial world, which never uses MPI."""
         self._comm = comm
         self.max_elements = max_elements
-        self.shard_unit = 1
-        """Shards begin at multiples of this number of items."""
         self.rank: int = 0 if comm is None else comm.Get_rank()
         self.size: int = 1 if comm is None else comm.Get_size()
         self.is_server = self.rank == 0
@@ -111,8 +109,15 @@ class Communicator:
         self.waited_s = 0.0
         """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START
-        """Current phase of the run, such as "in round 3", for error messages."""
         self._heartbeat: Heartbeat | None = None
+
+    def limit_messages(self, max_elements: int) -> None:
+        """From now on, hold at most so many elements a piece; call it on all ranks."""
+        self.max_elements = max_elements
+
+    def begin_phase(self, phase: str) -> None:
+        """Name the phase of the run that begins on this rank, such as "in round 3", for error messages."""
+        self.phase = phase
 
     @contextmanager
     def heartbeat_timeout(self, timeout_s: float | None) -> Iterator[None]:
@@ -156,17 +161,17 @@ class Communicator:
         if comm:
             comm.Free()
 
-    def shard(self, num_items: int, worker: int | None = None) -> range:
+    def shard(self, num_items: int, worker: int | None = None, unit: int = 1) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none)."""
         if worker is None:
             if not self.is_worker:
                 return range(0)
             worker = self.worker_index
-        return shard_of(num_items, worker, self.num_workers, self.shard_unit)
+        return shard_of(num_items, worker, self.num_workers, unit)
 
-    def homes(self, items: Sequence[int], num_items: int) -> list[int]:
+    def homes(self, items: Sequence[int], num_items: int, unit: int = 1) -> list[int]:
         """Return the worker whose shard has each of the ids `items`."""
-        stops = [self.shard(num_items, worker).stop for worker in range(self.num_workers)]
+        stops = [self.shard(num_items, worker, unit).stop for worker in range(self.num_workers)]
         return [bisect_right(stops, item) for item in items]
 
     def device(self, setting: str) -> torch.device:

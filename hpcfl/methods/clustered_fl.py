@@ -27,8 +27,8 @@ models, picks the one of smallest training loss, as in IFCA, and fine-tunes it.
 
 from __future__ import annotations
 
+import logging
 import math
-import warnings
 from typing import Literal
 
 import torch
@@ -43,6 +43,8 @@ from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.client_group import ClientGroup
+
+LOG = logging.getLogger(__name__)
 
 
 class ClusteredFLParams(Params):
@@ -85,7 +87,7 @@ class ClusteredFL(Method):
 
     def server_state(self) -> State:
         clients, size = self.context.num_clients, self.layout.size
-        buffers = {BUFFERS: self.initial_buffers().unsqueeze(0)} if self.averages_buffers else {}
+        buffers = {BUFFERS: self.buffers.initial().unsqueeze(0)} if self.buffers.are("average") else {}
         return buffers | {
             "theta": self.context.initial_parameters().unsqueeze(0),
             "cluster": torch.zeros(clients, dtype=torch.int64),
@@ -125,9 +127,8 @@ class ClusteredFL(Method):
             for number in server["cluster"][list(cohort.clients)].unique().tolist():
                 obstacle = self._split(server, number)
         if cohort.round == rounds - 1 and len(server["theta"]) == 1 and self.params.eps_1 > 0:
-            warnings.warn(
-                f"method.name={self.name} never split, so it was FedAvg with uniform means: {obstacle}",
-                stacklevel=2,
+            LOG.warning(
+                f"method.name={self.name} never split, so it was FedAvg with uniform means: {obstacle}"
             )
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:

@@ -11,7 +11,7 @@ network without BatchNorm, the method is FedAvg and warns.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from hpcfl.methods._own_layers import OwnLayers
 from hpcfl.methods.base import Context
+
+LOG = logging.getLogger(__name__)
 
 
 class FedBN(OwnLayers):
@@ -31,10 +33,9 @@ class FedBN(OwnLayers):
     def __init__(self, context: Context, params: Any) -> None:
         super().__init__(context, params)
         if not self.layout.batchnorm_modules:
-            warnings.warn(
+            LOG.warning(
                 f"model.name={context.model_name} has no BatchNorm, so fedbn is fedavg here; "
-                "model.batchnorm=true adds it to convolutional networks",
-                stacklevel=1,
+                "model.batchnorm=true adds it to convolutional networks"
             )
 
     def shared_layers(self) -> Tensor:

@@ -24,7 +24,7 @@ A client that takes no part in training adapts in the same way: the paper trains
 
 from __future__ import annotations
 
-import warnings
+import logging
 from typing import Literal
 
 from pydantic import Field
@@ -38,6 +38,8 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
+
+LOG = logging.getLogger(__name__)
 
 
 class PerFedAvgParams(Params):
@@ -67,11 +69,10 @@ class PerFedAvg(FedAvg):
     def __init__(self, context: Context, params: PerFedAvgParams) -> None:
         super().__init__(context, params)
         if params.variant == "first_order" and params.alpha >= context.train.lr:
-            warnings.warn(
+            LOG.warning(
                 f"method.variant=first_order with method.alpha={params.alpha:g}, not below train.lr="
                 f"{context.train.lr:g}, can end with one class for all samples; set method.variant="
-                "hessian_free, or a smaller method.alpha",
-                stacklevel=1,
+                "hessian_free, or a smaller method.alpha"
             )
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -84,8 +85,7 @@ class PerFedAvg(FedAvg):
             adapted = w - self.params.alpha * self._slope(clients, w, adaptation)
             slope, losses = clients.plain_gradient(adapted, batch)
             if curvature:
-                direct = slope.clone()
-                slope = direct - self.params.alpha * self._hessian_times(direct, clients, w, curvature[0])
+                slope = slope - self.params.alpha * self._hessian_times(slope, clients, w, curvature[0])
             outer.step(batch.members, slope)
             clients.record(batch, losses)
         return Message(per_client={"theta": outer.theta})

@@ -19,7 +19,7 @@ takes no part in training has the theta_i of one round (not in the paper).
 
 from __future__ import annotations
 
-import warnings
+import logging
 
 import torch
 from pydantic import Field
@@ -31,6 +31,8 @@ from hpcfl.errors import UserError
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
 from hpcfl.training.client_group import ClientGroup
+
+LOG = logging.getLogger(__name__)
 
 
 class PFedMeParams(Params):
@@ -66,7 +68,7 @@ class PFedMe(OwnBesideGlobal):
         advice = f"set train.lr below {1 / params.pull:.3g}, or method.pull below {1 / context.train.lr:.3g}"
         if share >= 2:
             raise UserError(f"{problem}from 2 on it diverges; {advice}")
-        warnings.warn(f"{problem}from 1 on it is not between w_i and theta_i; {advice}", stacklevel=1)
+        LOG.warning(f"{problem}from 1 on it is not between w_i and theta_i; {advice}")
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         w = down["theta"].clone(memory_format=torch.contiguous_format)

@@ -7,7 +7,6 @@ on only as many of their mini-batches as take less than a second.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from hpcfl.setup.experiment import Experiment, assemble, configure_process, desc
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.terminal import Progress
+from hpcfl.terminal import Progress, silenced
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.work import Work
 
@@ -105,9 +104,8 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
     run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None, "device": device})
     config = _without_losses(replace(config, run=run))
     with ExitStack() as at_exit:
-        at_exit.enter_context(warnings.catch_warnings())
         # warnings about clients with few samples concern the dry run only
-        warnings.simplefilter("ignore")
+        at_exit.enter_context(silenced())
         folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
         rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
         done = rounds.done()
@@ -164,8 +162,8 @@ def _prepared(
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
     ]
     experiment = assemble(config, world, device, method, data, arrays, cut, count)
-    folder = RunFolder(path, config)
-    folder.open(False, method.layout, [], at_exit)
+    folder = RunFolder(path, config, uses_total_rounds=True)
+    folder.open(False, method.layout, at_exit, {})
     return _Rounds(experiment, world, folder, members)
 
 
@@ -206,7 +204,7 @@ class _Rounds(Simulation):
 
     def measure(self, rounds: Sequence[_Round]) -> DryRun:
         """Measure an evaluation, an adaptation, and the last checkpoint; `rounds` are measured already."""
-        last, size, fastest = self.config.train.rounds - 1, len(self._members), _fastest(rounds)
+        last, size, fastest = self._train.rounds - 1, len(self._members), _fastest(rounds)
         send_s, sent = self._sent(last)
         chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
         score_s, models = self._scored(last + 1, send_s)
@@ -248,7 +246,7 @@ class _Rounds(Simulation):
     def _measured_round(self) -> _Round:
         size, common, rows = len(self._members), self._world.bytes_in_common, self._world.bytes_of_rows
         began_s = time.monotonic()
-        self._round(self._cohort(self.config.train.rounds - 1), False)
+        self._round(self._cohort(self._train.rounds - 1), False)
         round_s = time.monotonic() - began_s
         load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
         # layers and other tensors, running statistics, indices; down and up
@@ -271,7 +269,7 @@ class _Rounds(Simulation):
             models = list(self._evaluator.models(self.server, self._cohort(done), self._found))
             seconds.append(time.monotonic() - began_s)
         of_cohort = self._experiment.num_evaluated[: len(self._members)]
-        units = sum(self._batches) if self.config.train.finetune_epochs else int(of_cohort.sum())
+        units = sum(self._batches) if self._train.finetune_epochs else int(of_cohort.sum())
         return max(0.0, min(seconds) - send_s) / max(1, units), models[0]
 
     def _adapted(self, done: int) -> tuple[float, Message]:

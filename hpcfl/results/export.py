@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,8 @@ from hpcfl.parameters import Tensors
 from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
 from hpcfl.storage.reading import Columns
 from hpcfl.storage.snapshot import DataRecord
+
+LOG = logging.getLogger(__name__)
 
 ALL: Literal["all"] = "all"
 KINDS = (".pt", ".safetensors", ".pt2")
@@ -153,7 +155,7 @@ def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> 
 def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
     """Write a model from samples as stored to probabilities; return False, with a warning, if that fails."""
     if not models.is_network:
-        warnings.warn(f"no {path}: {models.config.method.name} does not predict by one network", stacklevel=2)
+        LOG.warning(f"no {path}: {models.config.method.name} does not predict by one network")
         return False
     data = models.data
     samples = torch.zeros(2, *data.sample.shape, dtype=getattr(torch, data.dtype))
@@ -165,7 +167,7 @@ def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
         )
     # any network may be there, and so any exception
     except Exception as error:
-        warnings.warn(f"no {path}: torch.export cannot follow the network: {one_line(error)}", stacklevel=2)
+        LOG.warning(f"no {path}: torch.export cannot follow the network: {one_line(error)}")
         return False
     torch.export.save(whole, path)
     return True

@@ -5,7 +5,6 @@ Shapes: P trainable numbers, U running statistics, n samples, K classes.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -25,6 +24,7 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
 from hpcfl.setup.experiment import method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.terminal import silenced
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
@@ -53,9 +53,8 @@ class TrainedModels:
             config = replace(
                 config, model=replace(config.model, options=options.model_copy(update={"weights": None}))
             )
-        with warnings.catch_warnings():
-            # the run has printed these warnings already
-            warnings.simplefilter("ignore")
+        # the run has printed its warnings already
+        with silenced():
             method = method_of(config, self.data)
         if method.layout.slots != self._checkpoint.layout:
             raise UserError(
@@ -85,8 +84,8 @@ class TrainedModels:
         """
         if not self.is_network:
             raise UserError(
-                f"method.name={self.config.method.name} predicts by a rule of its own (predict) and does not "
-                "say it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
+                f"method.name={self.config.method.name} predicts by a rule of its own (predict), "
+                "not by one network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
         try:
             return self.method.as_module(self.saved(client)).eval()
@@ -98,13 +97,8 @@ class TrainedModels:
 
     @property
     def is_network(self) -> bool:
-        """Whether the method's `as_module` agrees with its `predict`: no class overrides only the latter."""
-        kinds = type(self.method).__mro__
-        of_network, of_rule = (
-            next(number for number, kind in enumerate(kinds) if name in vars(kind))
-            for name in ("as_module", "predict")
-        )
-        return of_network <= of_rule
+        """Whether the method predicts by one network or module, not by a rule of its own."""
+        return self.method.traits.predicts_by != "rule"
 
     def tensors(self, client: ClientName) -> Tensors:
         """Return a model by named tensors: the state of its network, or else its parts.
@@ -210,7 +204,7 @@ class TrainedModels:
         if method.layout.buffer_size and BUFFERS not in server:
             raise UserError(
                 f"the global model of method.name={name} has no running statistics of BatchNorm, which stay "
-                f"with the clients (train.buffers={method.buffers}); {theirs}"
+                f"with the clients (train.buffers={method.buffers.policy}); {theirs}"
             )
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import ShardedRows
-from hpcfl.config.keys import Config, DataConfig, RunConfig, TrainConfig
+from hpcfl.config.keys import CommConfig, Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
@@ -52,12 +52,15 @@ from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 
+LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Experiment:
     """All parts of a run on one rank: N clients in training, and U unseen clients with ids from N on."""
 
-    config: Config
+    run: RunConfig
+    comm: CommConfig
     method: Method
     worker_context: WorkerContext
     unseen: WorkerContext
@@ -172,12 +175,12 @@ def method_of(config: Config, data: DataRecord) -> Method:
         data.sample,
         data.num_classes,
         num_samples[:num_clients],
-        config.train,
-        config.run.seed,
-        num_samples[num_clients:],
-        config.server,
-        config.privacy,
-        config.clients,
+        train=config.train,
+        seed=config.run.seed,
+        num_samples_of_unseen=num_samples[num_clients:],
+        server=config.server,
+        privacy=config.privacy,
+        clients=config.clients,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -191,19 +194,19 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_chain(method, world.num_workers)
     check_large_state(method, world)
     check_single_samples(method)
-    check_private_data(config, data)
-    check_candidates(config, method.context.num_clients)
+    check_private_data(config.privacy, config.data.normalise, data)
+    check_candidates(method.context)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 
 def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
     if run.threads > (cores := len(os.sched_getaffinity(0))):
-        warnings.warn(f"run.threads={run.threads} on {cores} cores is slow; lower it", stacklevel=1)
+        LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
     # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
-    world.max_elements = run.max_elements
+    world.limit_messages(run.max_elements)
     return world.device(run.device)
 
 
@@ -221,12 +224,10 @@ def assemble(
 
     The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    world.shard_unit = method.shard_unit
-    clients = world.shard(num_clients)
-    own_unseen = world.shard(len(parts) - num_clients)
+    unit = method.shard_unit
+    clients = world.shard(num_clients, unit=unit)
+    own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    batched = is_batched(config.run.engine, device, config.model.name)
-    check_slow_precision(config.train.precision, batched or device.type != "cpu")
     shift = shift_of(config.data, config.data_seed, len(parts))
     noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
@@ -235,12 +236,13 @@ def assemble(
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
     if method.sharded_state is not None:
-        method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
+        rows = state[method.sharded_state]
+        method.take_rows(ShardedRows(world, rows, method.layers, num_clients, unit))
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes
     training, evaluator, scorer, engine_name = engines_of(
-        config, method, network, device, world.workers_on_device, len(clients), beside
+        config.run, method, network, device, world.workers_on_device, len(clients), beside
     )
     worker_context = WorkerContext(
         shard,
@@ -253,7 +255,7 @@ def assemble(
         state,
         scorer,
         augmentation_of(config.train, data, device),
-        private_gradients(config, method, network),
+        private_gradients(method, network),
         config.clients,
     )
     unseen_context = worker_context.of_unseen(unseen_shard, unseen, adapter.initial_clients(unseen))
@@ -267,7 +269,8 @@ def assemble(
             domains_of(arrays, parts),
         )
     return Experiment(
-        config=config,
+        run=config.run,
+        comm=config.comm,
         method=method,
         worker_context=worker_context,
         unseen=unseen_context,
@@ -282,7 +285,7 @@ def assemble(
 
 
 def engines_of(
-    config: Config,
+    run: RunConfig,
     method: Method,
     network: nn.Module,
     device: torch.device,
@@ -292,7 +295,7 @@ def engines_of(
 ) -> tuple[Engine, LoopEngine, BatchedScorer | None, str]:
     """Return what trains, evaluates and scores the clients of a rank, and its `Experiment.engine_name`.
 
-    On a GPU, the memory that is then free decides on the settings.
+    On a GPU, the memory that is then free decides on the settings. May raise UserError.
 
     Args:
         network: on the device.
@@ -300,14 +303,17 @@ def engines_of(
         num_clients: clients of this rank.
         state_bytes: what the state that this rank will keep on the device takes.
     """
-    smoothing = config.train.label_smoothing or 0.0
-    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
-    if not is_batched(config.run.engine, device, config.model.name):
+    train = method.context.train
+    smoothing = train.label_smoothing or 0.0
+    batched = is_batched(run.engine, device, method.context.model_name)
+    check_slow_precision(train.precision, batched or device.type != "cpu")
+    evaluator = LoopEngine(network, method.layout, train.precision, smoothing)
+    if not batched:
         return evaluator, evaluator, None, "loop"
-    at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, num_clients, state_bytes)
+    at_once = clients_at_once(run.clients_at_once, method, device, sharing, num_clients, state_bytes)
     # on a GPU the choice affects the last bits, so config.yaml records it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-    convolved = with_convolutions(network, config.run.convolutions)
+    convolved = with_convolutions(network, run.convolutions)
     training = BatchedEngine(convolved, method.layout, at_once, smoothing)
     return training, evaluator, BatchedScorer(network, method.layout), name
 
@@ -325,19 +331,19 @@ def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) 
     return Augmentation(train.augment, (-mean / std).to(device))
 
 
-def private_gradients(config: Config, method: Method, network: nn.Module) -> PrivateGradients | None:
+def private_gradients(method: Method, network: nn.Module) -> PrivateGradients | None:
     """Return what makes the gradients of `privacy.unit=sample`; None without it. May raise UserError."""
-    privacy = config.privacy
+    privacy, model = method.context.privacy, method.context.model_name
     if privacy.unit != "sample":
         return None
-    if not MODELS[config.model.name].has_batched_engine:
+    if not MODELS[model].has_batched_engine:
         raise UserError(
-            f"privacy.unit=sample needs the gradient of each sample, and model.name={config.model.name} "
+            f"privacy.unit=sample needs the gradient of each sample, and model.name={model} "
             "cannot give it; use another model, or privacy.unit=client"
         )
     assert privacy.clip is not None
     assert privacy.noise is not None
-    smoothing = config.train.label_smoothing or 0.0
+    smoothing = method.context.train.label_smoothing or 0.0
     return PrivateGradients(network, method.layout, privacy.clip, privacy.noise, smoothing)
 
 

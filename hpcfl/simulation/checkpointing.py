@@ -32,14 +32,14 @@ class Saver:
     ) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
         self._evaluator = evaluator
-        self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
+        self._method, self._adapter = federation.method, federation.adapter
 
     def start(self) -> tuple[State, int]:
         """Resume from a checkpoint, or start; return the server's state and the rounds done. Collective.
 
         Raises UserError on all ranks if the checkpoint does not have the parts of this run.
         """
-        checkpoint = self._folder.checkpoint if self._folder is not None else None
+        checkpoint = self._folder.take_checkpoint() if self._folder is not None else None
         world = self._federation.world
         server: State = run_collectively(
             world, lambda: {} if checkpoint is None else self._restore_server(checkpoint)
@@ -76,9 +76,9 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    self._config.method.name,
+                    self._method.name,
                     done,
-                    self._config.yaml(),
+                    self._folder.config.yaml(),
                     self._method.layout.slots,
                     self._federation.experiment.data,
                     server,
@@ -109,8 +109,6 @@ class Saver:
                 f"{checkpoint.path} does not fit this run: {wrong}; restore this run's own checkpoint, "
                 "or add --fresh to move the folder aside and start over"
             )
-        # the ledger has its own
-        checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
     def _first_mismatch(self, checkpoint: LoadedCheckpoint) -> str | None:
@@ -142,7 +140,8 @@ class Saver:
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""
-        if done == self._config.train.rounds or done % self._config.run.eval_every == 0:
+        every = self._federation.experiment.run.eval_every
+        if done == self._method.context.train.rounds or done % every == 0:
             return
         if self._ledger.metrics and self._ledger.last("round") == done:
             self._ledger.forget_last_evaluation()

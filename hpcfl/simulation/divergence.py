@@ -5,6 +5,7 @@ Shapes: C clients of a group, N clients of a run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -18,8 +19,9 @@ from hpcfl.errors import DivergedError
 from hpcfl.methods.base import Method, State
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup
+
+LOG = logging.getLogger(__name__)
 
 LARGEST = 2.0**126
 """Above this magnitude a number counts as infinite: codecs send differences, and the difference of two such
@@ -77,10 +79,9 @@ class Divergence:
         method: Method,
         world: Communicator,
         ledger: Ledger,
-        progress: Progress,
         folder: RunFolder | None,
     ) -> None:
-        self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
+        self._world, self._ledger, self._folder = world, ledger, folder
         self._policy, self._method, self._train = policy, method.name, method.context.train
         self._has_warned_of_scores = False
 
@@ -111,11 +112,9 @@ class Divergence:
             self._end(problem, "" if is_all else instead)
         before = self._ledger.diverged
         if self._policy == "skip" and not before[list(diverged)].all():
-            self._progress.warn(f"{problem}: left out of the round (run.on_divergence=skip)")
+            LOG.warning(f"{problem}: left out of the round (run.on_divergence=skip)")
         if self._policy == "continue" and not before.any():
-            self._progress.warn(
-                f"{problem}: the run continues with these numbers (run.on_divergence=continue)"
-            )
+            LOG.warning(f"{problem}: the run continues with these numbers (run.on_divergence=continue)")
         return diverged
 
     def judge_server(self, server: State, done: int) -> None:
@@ -139,7 +138,7 @@ class Divergence:
         if self._policy == "stop":
             self._end(problem, f"{_SKIP} to continue with such scores")
         if not self._has_warned_of_scores and not self._ledger.diverged.any():
-            self._progress.warn(problem)
+            LOG.warning(problem)
         self._has_warned_of_scores = True
 
     def _end(self, problem: str, instead: str) -> NoReturn:

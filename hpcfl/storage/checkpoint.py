@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +11,8 @@ from pathlib import Path
 from hpcfl.errors import StorageError, UserError
 from hpcfl.storage.hdf5 import LoadedCheckpoint, find_damage, write_snapshot
 from hpcfl.storage.snapshot import Snapshot
+
+LOG = logging.getLogger(__name__)
 
 
 class CheckpointStore:
@@ -90,7 +92,7 @@ class CheckpointStore:
             self._newest_is_good = path == self._newest
             self.last_round = loaded.round
             for complaint in complaints:
-                warnings.warn(f"{complaint}; taking {path}, round {loaded.round}", stacklevel=2)
+                LOG.warning(f"{complaint}; taking {path}, round {loaded.round}")
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import struct
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcfl.errors import STORAGE_ERROR, UserError
+
+LOG = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 MAX_BYTES = 1000
@@ -42,6 +44,8 @@ class FolderLock:
         if before.is_seen:
             raise _in_use(folder, before.owner)
         self._descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.is_enforced = True
+        """Whether the file system has locks."""
         soon = f"soon, with exit code {STORAGE_ERROR}"
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,10 +54,10 @@ class FolderLock:
             os.close(self._descriptor)
             raise _in_use(folder, owner) from None
         except OSError:
-            warnings.warn(
+            self.is_enforced = False
+            LOG.warning(
                 f"{folder}: this file system has no locks: any later start takes the folder over, and this "
-                f"run then ends {soon}",
-                stacklevel=2,
+                f"run then ends {soon}"
             )
         try:
             self._write(f"{self._owner}\n")
@@ -62,11 +66,10 @@ class FolderLock:
             raise
         _held[_identity(os.fstat(self._descriptor))] = self._descriptor
         if before.owner and not before.is_gone:
-            warnings.warn(
+            LOG.warning(
                 f"{folder} was locked by {before.owner}. This machine cannot see whether it still runs (see "
                 "squeue, or ps on that machine), so this run takes over; if it does run, it will stop "
-                f"{soon}",
-                stacklevel=2,
+                f"{soon}"
             )
 
     def lost(self) -> str | None:

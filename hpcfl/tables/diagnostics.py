@@ -5,7 +5,7 @@ Shapes: N clients, E evaluations, K classes.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ from hpcfl.errors import UserError
 from hpcfl.results.run import Run
 from hpcfl.tables.cells import Cell, Table, axes_by_diagnostic
 from hpcfl.tables.file import Curves, HeatMaps
+
+LOG = logging.getLogger(__name__)
 
 SUMMARISED = ("first", "middle", "last")
 """Evaluations of which diagnostics.csv has lines."""
@@ -52,13 +54,13 @@ def read_histories(table: Table) -> dict[Path, History]:
     wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMaps))]
     found = {}
     for cell in table.cells:
-        axes = axes_by_diagnostic(cell.config)
+        axes = axes_by_diagnostic(cell.config.method.name)
         has_domains = cell.config.data.source == "domains"
         if (by_client or axes or has_domains) and (run := cell.finished_run):
             try:
                 history = _read(run, axes, wanted)
             except UserError as error:
-                warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
+                LOG.warning(f"{cell.place}: no diagnostics and no figure: {error}")
                 continue
             if history is not None:
                 _check_figure(table, cell, history)
@@ -151,7 +153,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[st
         history = histories.get(cell.folder)
         if history is None or history.common is None:
             continue
-        axes = axes_by_diagnostic(cell.config)
+        axes = axes_by_diagnostic(cell.config.method.name)
         place = {"label": cell.label, "column": cell.column, "seed": cell.seed}
         for moment in evaluations(history.rounds, SUMMARISED):
             then = place | {"round": history.rounds[moment]}

@@ -26,7 +26,6 @@ def methods_of(
     Data are loaded once for cells in a row that share them. Raises UserError, with the cell's place, for what
     cannot be run, and where no chosen column has data.
     """
-    table.not_run = {}
     data: object = None
     arrays, parts = None, None
     for cell in cells:
@@ -37,7 +36,7 @@ def methods_of(
             try:
                 arrays, parts = read_source(cell.config.data), None
             except UserError as error:
-                table.not_run[cell.column] = str(error)
+                table.leave_out(cell.column, str(error))
                 continue
         try:
             data, parts = of_cell, parts or partition_samples(cell.config, arrays)

@@ -16,8 +16,8 @@ import pytest
 from bits import refused, write_digits
 from processes import Mpirun
 
-from hpcfl.checks.alike import compare_nodes
 from hpcfl.checks.findings import Findings, ranges
+from hpcfl.checks.nodes import compare_nodes
 from hpcfl.checks.ranks import check_cores, check_devices, check_slurm, rank_table
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main

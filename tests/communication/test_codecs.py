@@ -66,7 +66,7 @@ class Wire:
         before = received or Message(num_clients=self.num_clients)
         everyone = range(self.num_clients)
         unsent = ErrorFeedback([(self.state, self.num_clients)], [(0, client) for client in everyone])
-        coding = UploadCoding(codec_of(self.settings, "up"), before, unsent)
+        coding = UploadCoding(codec_of(self.settings, "up"), before, tuple(before.names), unsent)
         upload = self.channel.up(message, self.cohort, before, coding)
         return replace(upload.outline, per_client=upload.collect())
 
@@ -320,7 +320,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("case", sorted({*CODED, *(f"{method}-topk" for method in KINDS)}))
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 def test_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
     method, codec = case.split("-")
     # heurpfedla retains layers from the third round on

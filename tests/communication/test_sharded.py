@@ -33,7 +33,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[SIZE, 2**27])
 def shared_world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     world = Communicator(open_world()._comm, max_elements=request.param)
-    world.shard_unit = 4
     yield world
     world.barrier()
 
@@ -43,8 +42,8 @@ def models() -> Tensor:
 
 
 def rows_of(world: Communicator, whole: Tensor) -> ShardedRows:
-    own = world.shard(N)
-    return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N)
+    own = world.shard(N, unit=4)
+    return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N, 4)
 
 
 def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Any]) -> Any:
@@ -98,10 +97,10 @@ def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) 
 
 @pytest.mark.mpi
 def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: Communicator) -> None:
-    shards = [shared_world.shard(N, worker) for worker in range(shared_world.num_workers)]
+    shards = [shared_world.shard(N, worker, 4) for worker in range(shared_world.num_workers)]
     assert [client for shard in shards for client in shard] == list(range(N))
     assert all(shard.start % 4 == 0 or shard.start == N for shard in shards)
     blocks = [-(-len(shard) // 4) for shard in shards]
     assert max(blocks) - min(blocks) <= 1
-    homes = shared_world.homes(COHORT, N)
+    homes = shared_world.homes(COHORT, N, 4)
     assert all(client in shards[home] for client, home in zip(COHORT, homes, strict=True))

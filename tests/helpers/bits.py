@@ -175,12 +175,13 @@ def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:
         return run_here(folder, settings)
 
 
-def refused(captured: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Return the one line with which a command is refused."""
+def refused(captured: pytest.CaptureFixture[str], *words: str | Path, may_warn: bool = False) -> str:
+    """Return the one line with which a command is refused, below its warnings if it may have some."""
     captured.readouterr()
     assert main([*map(str, words)]) == BAD_INPUT
     out, err = captured.readouterr()
-    (line,) = err.splitlines()
+    *warned, line = err.splitlines()
+    assert may_warn or not warned
     assert line.startswith("hpcfl: error: ")
     # these tell as they go
     assert out == "" or words[0] in ("bench", "doctor", "plan")

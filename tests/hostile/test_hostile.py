@@ -506,7 +506,6 @@ def test_a_run_does_not_resume_from_parts_that_are_not_its_own(
     assert "--fresh" in refused(capfd, "--quiet", "--out", copied, *SMALL, "train.rounds=4")
 
 
-@pytest.mark.filterwarnings("ignore:.*config.yaml is damaged")
 def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,11 +64,11 @@ def rounds_by_hand(run: Run, stays: Tensor, phases: Phases) -> tuple[Tensor, Ten
     """Return the models [N, P] and statistics [N, U] to evaluate, if the numbers `stays` never travel."""
     layout, everyone = run.method.layout, range(run.num_clients)
     theta, own = run.method.context.initial_parameters(), run.method.context.initial_parameters(everyone)
-    statistics, own_statistics = run.method.initial_buffers(), run.method.initial_buffers(everyone)
+    statistics, own_statistics = run.method.buffers.initial(), run.method.buffers.initial(everyone)
     for number in range(run.config.train.rounds):
         clients = list(run.simulation.cohort(number).clients)
         for client in clients:
-            is_local = run.method.buffers == "local"
+            is_local = run.method.buffers.policy == "local"
             network = network_with(
                 run,
                 torch.where(stays, own[client], theta),
@@ -80,7 +79,7 @@ def rounds_by_hand(run: Run, stays: Tensor, phases: Phases) -> tuple[Tensor, Ten
             own[client], own_statistics[client] = layout.flatten(network)
         theta = torch.where(stays, theta, mean_by_samples(run, clients, own[clients]))
         statistics = mean_by_samples(run, clients, own_statistics[clients])
-    if run.method.buffers == "average":
+    if run.method.buffers.policy == "average":
         own_statistics = statistics.expand(run.num_clients, -1)
     return torch.where(stays, own, theta), own_statistics
 
@@ -123,7 +122,7 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
-    said = f"hpcfl: error: method.name={name} tells a feature extractor from a head, and model"
+    said = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
     assert refused(capsys, *words).startswith(said)
 
 
@@ -137,9 +136,10 @@ def assert_same(ours: Run, fedavg: Run) -> None:
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
 
 
-def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
-    with pytest.warns(UserWarning, match=re.escape("so fedbn is fedavg here; model.batchnorm=true adds it")):
-        ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+    (told,) = caplog.messages
+    assert "so fedbn is fedavg here; model.batchnorm=true adds it" in told
     fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
     assert_same(ours, fedavg)
 

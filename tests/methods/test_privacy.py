@@ -176,7 +176,7 @@ def test_an_empty_mini_batch_is_noise_alone() -> None:
     assert run.clients["theta"].isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
+@pytest.mark.warns
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_keeps_the_promise_or_refuses_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
             alone = ClientGroup(run.workplace, [client], number)
-            alone.buffers = statistics[cluster : cluster + 1].clone()
+            alone.replace_buffers(statistics[cluster : cluster + 1].clone())
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])
         theta, statistics = theta.clone(), statistics.clone()
@@ -288,10 +289,13 @@ def test_no_split_without_eps_1_or_before_the_first_round() -> None:
         ),
     ],
 )
-def test_a_run_without_a_split_says_why(keys: tuple[str, ...], why: str) -> None:
+def test_a_run_without_a_split_says_why(
+    keys: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     said = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
-    with pytest.warns(UserWarning, match=said):
-        Run(*LINEAR, CLUSTERED, "data.clients=4", "train.rounds=2", *keys)
+    Run(*LINEAR, CLUSTERED, "data.clients=4", "train.rounds=2", *keys)
+    (told,) = caplog.messages
+    assert re.match(said, told)
 
 
 def test_history_holds_the_norms_of_clients_heard_of_since_their_cluster_came_to_be() -> None:
@@ -333,7 +337,7 @@ def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
     assert torch.equal(sent, server["theta"][[0, 1, 2]])
 
 
-@pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
+@pytest.mark.warns
 def test_parts_add_the_means_of_their_own_to_the_model_they_had_in_common() -> None:
     run = Run(CLUSTERED, "method.first_round=2", "model.batchnorm=true", "train.rounds=1", "method.eps_1=0.4")
     server = run.driver.initial_server()

@@ -201,8 +201,8 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no run folder" in refused(capsys, "report", tmp_path / "nowhere")
-    assert "is no run folder" in refused(capsys, "report", tmp_path)
+    assert "is not a run folder" in refused(capsys, "report", tmp_path / "nowhere")
+    assert "is not a run folder" in refused(capsys, "report", tmp_path)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
     text = (folder / "metrics.csv").read_text()
     (folder / "metrics.csv").write_text(text.splitlines()[0] + "\n")

@@ -107,5 +107,5 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"config\.yaml is damaged; name the folder of another run"):
         Run(tmp_path)
     for path in (tmp_path / "none", tmp_path / "config.yaml"):
-        with pytest.raises(UserError, match=r"is no run folder: .*; name one that a run has made, such as "):
+        with pytest.raises(UserError, match=r"is not a run folder: .*; name one that a run has made, such"):
             Run(path)

@@ -37,7 +37,7 @@ def full(*_: Any) -> NoReturn:
 @pytest.mark.parametrize(
     ("owner", "hook", "engine"),
     [
-        (LoopEngine, "gradient", "loop"),
+        (LoopEngine, "plain_gradient", "loop"),
         (BatchedEngine, "gradient", "batched"),
         (BatchedScorer, "scores", "batched"),
     ],

@@ -109,11 +109,8 @@ def launch(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> La
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4))]
 """The moments of a seed; further seeds take minutes."""
-BETWEEN_RENAMES = pytest.mark.filterwarnings("always:.*; taking .*checkpoint")
-"""A kill between the two renames of a checkpoint leaves the one before, and a warning."""
 
 
-@BETWEEN_RENAMES
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_rank_killed_at_seven_moments(
     settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
@@ -131,7 +128,6 @@ def test_one_rank_killed_at_seven_moments(
     goes_on(LONG_ROUNDS)
 
 
-@BETWEEN_RENAMES
 @pytest.mark.parametrize("seed", SEEDS)
 def test_server_worker_and_mpirun_killed_at_four_moments(
     launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int

@@ -66,7 +66,7 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -78,14 +78,14 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
     (tmp_path / ".lock").write_text(f"{owner}\n")
     # whether the owner lives cannot be told
     assert holder(tmp_path) == Holder(owner, False, False)
-    with pytest.warns(UserWarning, match="soon, with exit code 74") as warned:
-        held = FolderLock(tmp_path)
+    held = FolderLock(tmp_path)
+    assert not held.is_enforced
     assert held.lost() is None
     (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
     assert held.lost() == f"was taken over by {FOREIGN}"
     held.release()
     assert (tmp_path / ".lock").read_text() == f"{FOREIGN}\n"
-    no_locks, taken = (str(entry.message).removeprefix(str(tmp_path)) for entry in warned)
+    no_locks, taken = (text.removeprefix(str(tmp_path)) for text in caplog.messages)
     assert no_locks.startswith(": this file system has no locks: any later start takes the folder over")
     assert taken.startswith(f" was locked by {owner}. This machine cannot see whether it still runs")
 
@@ -102,24 +102,29 @@ def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert holder(tmp_path).is_gone
 
 
-def test_an_owner_elsewhere_that_is_not_seen_is_taken_for_dead(tmp_path: Path) -> None:
+def test_an_owner_elsewhere_that_is_not_seen_is_taken_for_dead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a job on a lost node, which is requeued elsewhere."""
     (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
     assert holder(tmp_path) == Holder(FOREIGN, False, False)
-    with pytest.warns(UserWarning, match="so this run takes over") as told, FolderLock(tmp_path) as held:
+    with FolderLock(tmp_path) as held:
         assert held.lost() is None
-    assert [str(entry.message) for entry in told] == [
+    assert caplog.messages == [
         f"{tmp_path} was locked by {FOREIGN}. This machine cannot see whether it still runs (see "
         "squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, with "
         "exit code 74"
     ]
 
 
-def test_a_dead_owner_on_this_machine_gives_no_warning(tmp_path: Path) -> None:
+def test_a_dead_owner_on_this_machine_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever its process id stands for now: its lock went with it."""
     (tmp_path / ".lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}, job 1\n")
     with FolderLock(tmp_path):
         pass
+    assert caplog.messages == []
 
 
 def test_an_owner_that_was_taken_for_dead_is_told_and_leaves_the_name_of_the_other(tmp_path: Path) -> None:

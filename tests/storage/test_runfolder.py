@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -168,9 +167,7 @@ def test_the_default_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: 
 
 def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "train.rounds=1", "method.name=fedbn", "--quiet", "--out", str(tmp_path / "run")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        assert main(words) == FINISHED
+    assert main(words) == FINISHED
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("hpcfl: warning: model.name=digits_cnn has no BatchNorm")
@@ -178,7 +175,6 @@ def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[s
     assert "warning: model.name=digits_cnn" in (tmp_path / "run" / "log.txt").read_text()
 
 
-@pytest.mark.filterwarnings("always:this run began with")
 def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main([*words, "train.rounds=1"]) == FINISHED
@@ -207,7 +203,6 @@ def test_other_help_texts_are_not_resumed(
     assert results(tmp_path / "run") == before
 
 
-@pytest.mark.filterwarnings("always:.*no checkpoint")
 def test_a_folder_without_a_checkpoint_starts_at_round_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,7 +228,6 @@ class Known(Tracker):
             raise ConnectionError("no answer")
 
 
-@pytest.mark.filterwarnings("always:.*has failed")
 def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -387,13 +388,16 @@ def test_each_checkpoint_is_verified_once(
 
 
 @pytest.mark.usefixtures("png_alone")
-def test_a_damaged_checkpoint_costs_its_own_cell_only(words: list[str], copied: Path) -> None:
+def test_a_damaged_checkpoint_costs_its_own_cell_only(
+    words: list[str], copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = copied / f"{SLUGS[0]}-s0"
     for name in ("checkpoint.h5", "checkpoint.prev.h5"):
         (folder / name).write_bytes(b"nothing")
     table = Table(Path(words[0]), words[1:], copied)
-    with pytest.warns(UserWarning, match="HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint"):
-        pictures = write_from_histories(table)
+    pictures = write_from_histories(table)
+    (told,) = caplog.messages
+    assert re.search("HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint", told)
     assert all(pictures.values())
     lines = read_csv(copied / "diagnostics.csv")
     assert {(line["column"], line["seed"]) for line in lines} == {

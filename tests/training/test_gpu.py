@@ -82,7 +82,7 @@ def assert_alike(one: Run, other: Run, **tolerance: float) -> None:
 # A GPU computes what a CPU computes
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
@@ -92,7 +92,7 @@ def test_two_rounds_in_float64(
     assert_alike(on_gpu(settings, case, engine), on_cpu(case), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 def test_one_step_in_float32(settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str) -> None:

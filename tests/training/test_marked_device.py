@@ -224,7 +224,7 @@ LOOPED = ("fedavg", "fedem", "fedmn")
 """Methods that differ in what they ask of an engine; on a GPU, the batched one is the default."""
 
 
-@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.warns
 @pytest.mark.parametrize(
     ("case", "engine"),
     [*((case, "batched") for case in (*DIFFERENT, *VARIANTS)), *((case, "loop") for case in LOOPED)],
@@ -314,7 +314,7 @@ def test_a_local_round_begins_and_ends_with_one_transfer(marked: Marked, sizes: 
     """The order of samples goes to the device; losses and what says who has diverged come back together."""
     place, theta, buffers = place_of(sizes)
     clients = ClientGroup(place, range(3), 0)
-    clients.buffers = buffers
+    clients.replace_buffers(buffers)
     marked.transfers.clear()
     trained = clients.sgd(theta)
     assert marked.transfers == Counter({"to device": 1})
@@ -334,7 +334,7 @@ def test_a_step_has_few_operators(marked: Marked) -> None:
     counts = []
     for epochs in (1, 2):
         clients = ClientGroup(place, range(3), 0)
-        clients.buffers = buffers
+        clients.replace_buffers(buffers)
         marked.operators.clear()
         clients.sgd(theta, epochs=epochs)
         counts.append(sum(n for name, n in marked.operators.items() if name not in VIEWS))

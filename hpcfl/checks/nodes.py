@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,8 @@ from hpcfl.checks.findings import Findings, ranges
 from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
+
+LOG = logging.getLogger(__name__)
 
 Facts = Mapping[str, Any]
 """Of one rank."""
@@ -30,7 +32,7 @@ def check_unlike_nodes(world: Communicator) -> None:
         raise UserError(found.errors[0])
     # a run shows those of the server only
     for text in found.warnings:
-        warnings.warn(text, stacklevel=1)
+        LOG.warning(text)
 
 
 def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-import warnings
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpcfl.checks.alike import place
 from hpcfl.checks.findings import Findings
+from hpcfl.checks.nodes import place
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import measured
 from hpcfl.config.keys import Config
@@ -26,6 +25,7 @@ from hpcfl.setup.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import FolderLock, Holder, holder
 from hpcfl.storage.snapshot import DataRecord, LedgerTable, Rows, Snapshot
+from hpcfl.terminal import silenced
 
 NUM_WRITTEN = 2**22
 """Numbers in the checkpoint: 17 MB."""
@@ -120,10 +120,8 @@ def _write_checkpoint(folder: Path) -> float:
 
 def _take_lock(folder: Path, at_exit: ExitStack) -> bool:
     """Take the lock of a run folder; return whether the file system has locks."""
-    with warnings.catch_warnings(record=True) as complaints:
-        warnings.simplefilter("always")
-        at_exit.enter_context(FolderLock(folder))
-    return not complaints
+    with silenced():
+        return at_exit.enter_context(FolderLock(folder)).is_enforced
 
 
 def _see_lock(folder: Path) -> Holder:
