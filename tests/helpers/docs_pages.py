@@ -45,7 +45,7 @@ def overview() -> str:
         (
             f"[`{name}`]({name}.md)",
             METHODS[name].summary,
-            scored_when(load_config(None, [f"method.name={name}"])),
+            scored_when(name, load_config(None, [f"method.name={name}"]).train),
             *(f"{ratio:.2f}" for ratio in traffic(name)),
             *cost(name),
             citation(f"method.{name}"),

@@ -61,7 +61,7 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     assert f" round {run.done}/40 " in (one / "log.txt").read_text()
     assert main(["watch", str(one)]) == 0
     assert "finished early, by train.patience" in capsys.readouterr().out
-    figures = _figures(run, run.config)
+    figures = _figures(run, run.config.train)
     assert figures["rounds_done"] == run.done
     assert figures["bytes_down"] == run.metrics["bytes_down"][-1] / (run.done * 5)
     # a run of that many rounds without patience
