@@ -26,7 +26,7 @@ from hpcfl.storage.ledger import Ledger
 from hpcfl.training.engines import LoopEngine
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "step": (LoopEngine, "gradient"),
+    "step": (LoopEngine, "plain_gradient"),
     "gather": (Communicator, "_gather_array"),
     "write": (h5py.Group, "create_dataset"),
     "fsync": (os, "fsync"),

@@ -54,7 +54,7 @@ def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
     method: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(f"method.name={method}", f"data.clients={CLIENTS}", "train.rounds=1")
-    counted, gradient = Copies(run.method.layout.size), LoopEngine.gradient
+    counted, gradient = Copies(run.method.layout.size), LoopEngine.plain_gradient
 
     def uncounted(self: LoopEngine, *arguments: Any) -> Any:
         counted.pauses = True
@@ -69,7 +69,7 @@ def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
         counted.add(send)
         return gather(self, send, counts)
 
-    monkeypatch.setattr(LoopEngine, "gradient", uncounted)
+    monkeypatch.setattr(LoopEngine, "plain_gradient", uncounted)
     monkeypatch.setattr(Communicator, "gather", gathered)
     with counted:
         run.simulation._round(run.simulation.cohort(1), False)
