@@ -15,6 +15,7 @@ from processes import REPOSITORY, Mpirun, run_forked
 from results_tables import MARK, PAPERS, RESULTS, RESULTS_PAGE, with_claims, with_tables
 
 from hpcfl.errors import FINISHED
+from hpcfl.methods import METHODS
 
 README = REPOSITORY / "README.md"
 PAGES = (
@@ -74,6 +75,12 @@ def test_pages_made_from_the_code_are_as_the_code_is() -> None:
     """If not: python tests/helpers/docs_pages.py."""
     there = [*(DOCS / "methods").glob("*.md"), DOCS / "keys.md"]
     assert {path: path.read_text() for path in there} == pages()
+
+
+def test_the_number_of_methods_is_right() -> None:
+    for page in (README, DOCS / "README.md"):
+        assert f"{len(METHODS)} methods under one protocol" in page.read_text()
+    assert f"FedAFK and {len(METHODS) - 5} baselines" in README.read_text()
 
 
 @pytest.fixture(scope="module")

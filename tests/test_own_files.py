@@ -285,7 +285,7 @@ TABLE = "my_partition: its table"
             f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes], here",
         ),
         (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),
-        (PARTITION, "options.samples", "100", f"{TABLE} deals 200 samples of class 0; allowed: up to 178"),
+        (PARTITION, "options.samples", "100", f"{TABLE} has 200 samples of class 0; allowed: up to 178"),
         (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
         (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be integers"),
         (

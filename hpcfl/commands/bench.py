@@ -20,11 +20,11 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
 
     Parts:
     start    a rank, from its beginning to its first round
-    steps    of training, beside bare PyTorch
-    engines  the batched engine beside the loop engine (--device)
+    steps    of training, compared with bare PyTorch
+    engines  the batched engine compared with the loop engine (--device)
     rounds   share of a pFedLA round that is not training; checkpoints (all ranks, --device)
-    methods  a round of each method, beside FedAvg's (--device)
-    nodes    FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
+    methods  a round of each method, compared with FedAvg's (--device)
+    nodes    FedAvg's and pFedLA's rounds by workers, compared with `hpcfl plan` (all ranks)
     For example: mpirun -n 3 hpcfl bench --parts rounds
     """
     options = parser().parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`hpcfl claims`: what papers claim, beside what the result files say."""
+"""`hpcfl claims`: what papers claim, compared with the result files."""
 
 from __future__ import annotations
 

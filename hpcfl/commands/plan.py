@@ -229,7 +229,7 @@ def _disk(planner: Planner) -> str:
     checkpoint, last = planner.checkpoints()
     return (
         f"disk: a checkpoint {readable_bytes(checkpoint)}, the last one {readable_bytes(last)}; the run "
-        f"folder at most {readable_bytes(2 * checkpoint + last)} beside its tables and page: the newest, the "
+        f"folder at most {readable_bytes(2 * checkpoint + last)} without tables and page: the newest, the "
         "previous and the unfinished checkpoint"
     )
 
@@ -245,7 +245,7 @@ def _bytes(planner: Planner, measured: DryRun) -> Iterator[str]:
     for kind, called in (("buffer_", "running statistics"), ("index_", "indices")):
         down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))
         if down or up:
-            yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
+            yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up more in all"
 
 
 def _job(header: SlurmHeader) -> Iterator[str]:

@@ -71,15 +71,15 @@ class Settings(BaseModel):
 
 
 class Params(Settings):
-    """A method's hyper-parameters: the keys under `method.*` beside the name."""
+    """A method's hyper-parameters: the keys under `method.*` other than the name."""
 
 
 class PartitionOptions(Settings):
-    """Options of a partition: the keys under `data.partition.*` beside the name."""
+    """Options of a partition: the keys under `data.partition.*` other than the name."""
 
 
 class NetworkOptions(Settings):
-    """A model's options: the keys under `model.*` beside the name."""
+    """A model's options: the keys under `model.*` other than the name."""
 
 
 class DataConfig(Settings):
@@ -538,7 +538,7 @@ class Chosen(Generic[Options]):
 
     name: str
     options: Options
-    """The keys beside the name."""
+    """The keys other than the name."""
     file: Mapping[str, str]
     """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; else
     empty. Runs with different digests are different runs."""

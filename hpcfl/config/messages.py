@@ -76,12 +76,22 @@ def one_of(key: str, value: Any, names: Sequence[str]) -> str:
     return str(value)
 
 
+RENAMED = {
+    "comm.keep": "comm.topk_ratio",
+    "comm.memory": "comm.error_feedback",
+    "run.tensorboard": "run.tracker=tensorboard",
+}
+"""Present names of earlier keys."""
+
+
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
     group, _, last = key.rpartition(".")
     if key in known:
         written = f"{group}: {{{last}: {shown(value)}}}"
         return f"{key} has a dot, which is for the command line; in a YAML file write {written}"
+    if key in RENAMED:
+        return f"{key}={shown(value)}: this key is now {RENAMED[key]}"
     owners: dict[str, list[str]] = {}
     for chooser, choice in choices.items():
         for name in choice.known:

@@ -50,9 +50,7 @@ def read_table(data: DataConfig) -> Arrays:
     roles = (data.target, data.client_column)
     features = [name for name in frame.columns if name not in roles]
     if not features:
-        raise UserError(
-            f"{where}: has no columns beside {' and '.join(filter(None, roles))}; it needs features"
-        )
+        raise UserError(f"{where}: has no columns but {' and '.join(filter(None, roles))}; it needs features")
     x = np.stack([feature for name in features for feature in _features(frame[name], data, where)], axis=1)
     client = None if data.client_column is None else frame[data.client_column].factorize(sort=True)[0]
     return arrays_of(x, y, where, client=client)

@@ -330,7 +330,7 @@ def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
     dealt = counts.sum(axis=0)
     for label in np.flatnonzero(dealt > request.sizes)[:1]:
         raise UserError(
-            f"{place} deals {dealt[label]} samples of class {label}; allowed: up to {request.sizes[label]}"
+            f"{place} has {dealt[label]} samples of class {label}; allowed: up to {request.sizes[label]}"
         )
 
 

@@ -272,7 +272,7 @@ class Method:
         """Raise UserError if the configured model has no layers before its head."""
         if not self.context.layout.body.stop:
             raise UserError(
-                f"method.name={self.name} tells a feature extractor from a head, and model.name="
+                f"method.name={self.name} needs a feature extractor and a head, and model.name="
                 f"{self.context.model_name} has no layers before its head here; use one that has, such as "
                 "model.name=lenet"
             )

@@ -53,11 +53,11 @@ class SlurmHeader:
             least = f"give --time {limit_of(_up(least_s, 60))} or more"
             if self.limit_s <= START_S + LEAST_SIGNAL_S:
                 raise UserError(
-                    f"--time {limit_of(self.limit_s)} does not hold the start of a job ({START_S:g} s) and "
+                    f"--time {limit_of(self.limit_s)} is shorter than the start of a job ({START_S:g} s) and "
                     f"the {self.signal_s} s before its end at which the run gets its stop signal; {least}"
                 )
             raise UserError(
-                f"--time {limit_of(self.limit_s)} does not hold one round with its evaluation and "
+                f"--time {limit_of(self.limit_s)} is shorter than one round with its evaluation and "
                 f"checkpoint on {estimate.ranks} ranks; {least}, or more --ranks"
             )
         of_a_job = self.limit_s - START_S - self.signal_s

@@ -85,8 +85,8 @@ class TrainedModels:
         """
         if not self.is_network:
             raise UserError(
-                f"method.name={self.config.method.name} predicts by a rule of its own (predict) and does not "
-                "say it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
+                f"method.name={self.config.method.name} predicts by a rule of its own (predict), "
+                "not by one network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
         try:
             return self.method.as_module(self.saved(client)).eval()

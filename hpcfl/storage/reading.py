@@ -57,7 +57,7 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
         return record_of(path.read_bytes().decode())
     except OSError as error:
         raise UserError(
-            f"{folder} is no run folder: {error.strerror}: {path}; name one that a run has made, such as "
+            f"{folder} is not a run folder: {error.strerror}: {path}; name one that a run has made, such as "
             "runs/NAME"
         ) from error
     except ValueError as error:

@@ -81,7 +81,7 @@ class RunFolder:
         self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
-        """Raise UserError if the path is no run folder or holds a run with another configuration."""
+        """Raise UserError if the path is not a run folder or holds a run with another configuration."""
         try:
             is_there = self.path.exists()
         except OSError as error:
@@ -162,7 +162,7 @@ class RunFolder:
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
         if record is None and self.store.exists:
-            LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and written anew")
+            LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and is written again")
         with unfinished.open("w") as file:
             file.write(self._config.yaml() + yaml_of({ENVIRONMENT: environment}))
             file.flush()

@@ -246,7 +246,7 @@ class Table:
                     if sample_keys(one.config) != sample_keys(other.config):
                         raise UserError(
                             f"{self.path}, compare {first} with {second}{_in_column(column)}: their clients "
-                            "hold different samples, so that no difference client by client exists; give "
+                            "hold different samples, so they cannot be compared client by client; give "
                             "both rows the same data, data.seed and run.eval_split"
                         )
 

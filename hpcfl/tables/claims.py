@@ -305,7 +305,7 @@ def _over_number(
     """Yield the verdicts on a row's accuracy over a number in %, in each column."""
     table = results.table
     if runs.at is not None or runs.weighted:
-        raise UserError(f"{place}: at and weighted go with other rows; drop them beside a number")
+        raise UserError(f"{place}: at and weighted go with other rows; leave them out with a number")
     check_known(place, runs.row, "rows", table.labels)
     for column in runs.columns or table.columns:
         check_known(place, column, "columns", table.columns)

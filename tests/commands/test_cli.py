@@ -83,7 +83,7 @@ MISTAKES = [
     ),
     (
         ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
-        "method.name=fedafk tells a feature extractor from a head, and model.name=mlp has no layers before",
+        "method.name=fedafk needs a feature extractor and a head, and model.name=mlp has no layers before",
     ),
     (["no_such_file.yaml"], "cannot read no_such_file.yaml"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),

@@ -259,7 +259,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         (["--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
         (
             ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
-            "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
+            "--time 00:00:30 is shorter than the start of a job (10 s) and the 120 s before its end at which "
             "the run gets its stop signal; give --time 00:03:00 or more",
         ),
         (
@@ -337,7 +337,7 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     alone, spread = planner.on(1), planner.on(4)
     # with as many ranks as nobody has, nothing changes either
     assert replace(planner.on(10**9), ranks=6) == planner.on(6)
-    with pytest.raises(UserError, match=r"does not hold one round .* on 4 ranks; give .* more --ranks"):
+    with pytest.raises(UserError, match=r"is shorter than one round .* on 4 ranks; give .* more --ranks"):
         SlurmHeader("name", 1, replace(spread, round_s=900.0), False, 600)
     assert alone.train_s == pytest.approx(0.5 * sum(seen))
     assert alone.round_s == pytest.approx(alone.train_s + 5 * 0.6)

@@ -200,7 +200,7 @@ def test_a_line_is_short_of_names_alone(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
+        (["none"], "none is not a run folder: No such file or directory: none/config.yaml; name one that"),
         ([], "the following arguments are required: RUN; see hpcfl watch --help"),
     ],
 )

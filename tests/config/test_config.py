@@ -172,6 +172,8 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     ("overrides", "said"),
     [
         ("train.round=3", "=3 is an unknown key; the nearest known one is train.rounds"),
+        ("comm.keep=0.1", "comm.keep=0.1: this key is now comm.topk_ratio"),
+        ("run.tensorboard=true", "run.tensorboard=true: this key is now run.tracker=tensorboard"),
         ("rounds=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("method.k=1", "an unknown key; the nearest known one is method.k of method.name=heurpfedla"),
         ("data.partition.beta=1", "known one is data.partition.beta of data.partition.name=dirichlet or "),

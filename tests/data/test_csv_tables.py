@@ -139,7 +139,7 @@ MANY = ",".join(f"c{number}" for number in range(12))
         ("a,y\n1,0\n?,1\n2,0\n3,1\n", "target=y", "column a is not of numbers, with '?'; list it"),
         ("a,y\n1,0\n2,0\n", "target=y", "has one value, 0, in all rows; it needs two or more"),
         ("a,y\n1,0.5\n2,1.5\n3,7\n", "target=y", "data.target=y has 3 values in 3 rows; each value is a c"),
-        ("y\n1\n2\n1\n2\n", "target=y", "has no columns beside y; it needs features"),
+        ("y\n1\n2\n1\n2\n", "target=y", "has no columns but y; it needs features"),
         ("a,y\n1,0\n1e39,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite in float32"),
         ("a,y\n1,0\ninf,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite"),
         ("a,y\n", "target=y", "has no rows below the names of its columns"),

@@ -124,7 +124,7 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
     assert main(words) == BAD_INPUT
     out, err = capsys.readouterr()
-    said = f"hpcfl: error: method.name={name} tells a feature extractor from a head, and model"
+    said = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
     assert err.startswith(said)
     assert (out, err.count("\n")) == ("", 1)
 

@@ -227,7 +227,7 @@ def test_statistics_stay_with_the_client() -> None:
 
 
 def test_a_private_head_needs_a_body() -> None:
-    with pytest.raises(UserError, match=r"^method\.name=pfedhn tells a feature extractor from a head"):
+    with pytest.raises(UserError, match=r"^method\.name=pfedhn needs a feature extractor and a head"):
         Run(OURS, "method.private_head=true", "model.name=mlp", "model.hidden=[]")
 
 

@@ -420,8 +420,8 @@ def test_mistakes_are_told_in_one_line(
 
     out = ["--out", tmp_path / "out"]
     for told, *words in (
-        (f"{tmp_path} is no run folder: No such file or directory: ", tmp_path, "--client", "0", *out),
-        (f"{tmp_path / 'none'} is no run folder: No such", tmp_path / "none", "--client", "0", *out),
+        (f"{tmp_path} is not a run folder: No such file or directory: ", tmp_path, "--client", "0", *out),
+        (f"{tmp_path / 'none'} is not a run folder: No such", tmp_path / "none", "--client", "0", *out),
         ("client 7 is not in this run; allowed: 0 to 6", run, "--client", "7", *out),
         ("allowed: a client's number or global or all", run, "--client", "x", *out),
         ("give --out FOLDER", run, "--client", "all", "--out", tmp_path / "a.pt"),

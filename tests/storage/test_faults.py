@@ -445,7 +445,7 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
     assert f"; taking {previous}, round 1\n" in told
     # what is cut off at the end of config.yaml are ranks
-    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew\n"
+    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
     assert (is_told in told) == (kept < 0.9)
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
@@ -453,7 +453,7 @@ def test_all_files_but_the_older_checkpoint_are_cut(
 def test_a_folder_without_config_yaml_is_resumed(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
     (copied / "config.yaml").unlink()
     goes_on(copied)
-    told = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and written anew\n"
+    told = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and is written again\n"
     assert told in capfd.readouterr().err
 
 
