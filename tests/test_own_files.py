@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing
+from bits import differing, refused
 from processes import Mpirun
 
 from hpcfl.config.own_code import allow
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config
 from hpcfl.tables.cells import Table
@@ -120,14 +120,6 @@ def words(files: dict[str, Path]) -> list[str]:
     return [f"{key}={path}" for key, path in files.items()]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
-    """Return the one line with which a command is refused."""
-    capsys.readouterr()
-    assert main([*given, *TINY]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def test_own_files_run_on_any_number_of_ranks_and_go_on(
     files: dict[str, Path], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,7 +139,7 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
     # another file is another run
     other = files[METHOD].with_name("other.py")
     other.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
-    assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole))
+    assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole), *TINY)
 
 
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +160,7 @@ def test_an_edited_file_is_not_that_of_its_configuration(
     (tmp_path / "config.yaml").write_text(config.yaml())
     assert load_config(tmp_path / "config.yaml", []).short_hash() == config.short_hash()
     files[key].write_text(FILES[key] + "\n")
-    said = refused(capsys, str(tmp_path / "config.yaml"))
+    said = refused(capsys, str(tmp_path / "config.yaml"), *TINY)
     assert f"{key}={files[key]} is not the file of this configuration" in said
     assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in said
 
@@ -195,10 +187,10 @@ def test_names_and_files_that_do_not_go_together(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     kind, name_key, other = KINDS[key]
-    said = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}")
+    said = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}", *TINY)
     assert f"{name_key}={other} does not go with {key}={files[key]}" in said
     name = files[key].stem
-    said = refused(capsys, f"{name_key}={name}")
+    said = refused(capsys, f"{name_key}={name}", *TINY)
     assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in said
 
 
@@ -259,7 +251,7 @@ def test_a_file_that_is_no_such_thing_is_refused(
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    assert refused(capsys, f"{key}={path}") == f"hpcfl: error: {key}={path}{said}"
+    assert refused(capsys, f"{key}={path}", *TINY) == f"hpcfl: error: {key}={path}{said}"
 
 
 CHECK = """    @model_validator(mode="after")
@@ -307,7 +299,7 @@ def test_mistakes_inside_a_file_are_told(
 ) -> None:
     assert old in FILES[key]
     files[key].write_text(FILES[key].replace(old, new))
-    assert said in refused(capsys, f"{key}={files[key]}")
+    assert said in refused(capsys, f"{key}={files[key]}", *TINY)
 
 
 def test_options_of_an_own_method_are_checked(
@@ -321,8 +313,10 @@ def test_options_of_an_own_method_are_checked(
         ("method.left=1", "method.left=1 is an unknown key; the nearest known one is method.left_out"),
         ("method.left_out=4", "hpcfl: error: method: left_out must be 3 or less"),
     ):
-        assert said in refused(capsys, f"method.path={path}", given)
-    assert "method.code=abc is an unknown key" in refused(capsys, "method.name=fedavg", "method.code=abc")
+        assert said in refused(capsys, f"method.path={path}", given, *TINY)
+    assert "method.code=abc is an unknown key" in refused(
+        capsys, "method.name=fedavg", "method.code=abc", *TINY
+    )
 
 
 def test_annotations_are_what_they_are_to_python(files: dict[str, Path]) -> None:

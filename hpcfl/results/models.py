@@ -5,7 +5,6 @@ Shapes: P trainable numbers, U running statistics, n samples, K classes.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -144,6 +143,11 @@ class TrainedModels:
         with torch.no_grad():
             return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
 
+    @cached_property
+    def _engine(self) -> LoopEngine:
+        """The engine of all predictions, with a copy of the network."""
+        return LoopEngine(self.method.network, self.method.layout)
+
     def _visitor(self, client: int, x: np.ndarray) -> ClientGroup:
         """Return a group of one client whose test samples are given, on the CPU."""
         data, nothing = self.data, np.empty(0, np.int64)
@@ -152,7 +156,7 @@ class TrainedModels:
         arrays = Arrays(x, labels, data.num_classes, data.scale, data.mean, data.std, vocabulary=vocabulary)
         part = ClientIndices(nothing, nothing, np.arange(len(x)))
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
-        engine = LoopEngine(copy.deepcopy(self.method.network), self.method.layout)
+        engine = self._engine
         config, device = self.config, torch.device("cpu")
         place = WorkerContext(shard, [client], engine, engine, config.train, config.run.seed, device, {})
         return ClientGroup(place, [client], self.round)

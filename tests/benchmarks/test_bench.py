@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import refused
 from marked_device import DEVICE, marked_device
 from processes import Mpirun
 
 from hpcfl.benchmarks import ratios, runs, steps
 from hpcfl.benchmarks.ratios import Ratio, as_tables, compare
 from hpcfl.communication.communicator import open_world
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 
@@ -81,9 +82,8 @@ def test_a_gpu_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["bench", "--device", "cuda"]) == BAD_INPUT
-    said = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device\n"
-    assert capsys.readouterr() == ("", said)
+    said = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
+    assert refused(capsys, "bench", "--device", "cuda") == said
 
 
 def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +144,3 @@ def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Pat
         if workers == 1:
             assert (parts["efficiency"], parts["of it idle"]) == (1, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["nodes.json"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--parts", "speed"], "--parts has 'speed'; allowed: start, steps, engines, rounds, methods, nodes"),
-        (
-            ["--parts", "nodes"],
-            "--parts nodes needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes",
-        ),
-        (["--repeats", "0"], "--repeats: 0 is invalid; give an integer from 1 on"),
-        (["--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),
-    ],
-)
-def test_mistakes_get_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing, run_here
+from bits import differing, read_csv, run_here
 from conftest import in_mpi_world
 from gates import Gates, gated_settings, run_undisturbed
 from processes import REPOSITORY
@@ -192,8 +191,7 @@ def test_an_array_loses_no_cell_but_the_one_that_fails(
     assert (broken.state, whole.state) == ("FAILED", "COMPLETED")
     assert broken.output.count("RuntimeError: a mistake of one's own") == 2
     assert "a fault (exit code 1); continuing with the other cells" in broken.output
-    with (out / "table.csv").open(newline="") as lines:
-        missing = {row["label"]: row["missing_seeds"] for row in csv.DictReader(lines)}
+    missing = {row["label"]: row["missing_seeds"] for row in read_csv(out / "table.csv")}
     assert missing == {"broken": "1", "fedavg": "0", "local": "0", "ditto": "0"}
     assert f"  broken seed 0, in {out / 'broken-s0'}\n" in whole.output
     for name in ("fedavg", "local", "ditto"):

@@ -140,7 +140,7 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
     nodes: Nodes, launch: Launcher, goes_on: GoesOn, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
 ) -> None:
     """The rounds on three nodes before, and those on two after, have the bits of one rank."""
-    with launch(mpi) as running:
+    with launch(mpi, 3) as running:
         running.wait_for_rounds(3)
         config = (tmp_path / "run" / "config.yaml").read_text()
         assert all(f"- {node.name} cpu" in config for node in nodes.nodes)
@@ -156,7 +156,7 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
         assert all(map(is_empty, nodes.nodes))
     assert code not in (FINISHED, BAD_INPUT, STOPPED)
     told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
-    opening = f"hpcfl: error: rank 4 on n3 has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
+    opening = f"hpcfl: error: rank 2 on n3 has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
     assert len(told) == 1, said
     assert told[0].startswith(opening)
     assert "Traceback" not in said

@@ -16,6 +16,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from bits import refused
 from processes import HELPERS, Mpirun, clean_environment, forked, read_all, run_forked
 
 from hpcfl import __version__
@@ -53,18 +54,6 @@ def contents(folder: Path) -> Contents:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Return the one line with which a command is refused."""
-    capsys.readouterr()
-    assert main([*map(str, words)]) == BAD_INPUT
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("hpcfl: error: ")
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    return err.strip()
-
-
 MISTAKES = [
     (["train.round=3"], "nearest known one is train.rounds"),
     (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
@@ -97,8 +86,78 @@ MISTAKES = [
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["data", "fetch", "imagenet"], "allowed: mnist, fashionmnist, emnist, cifar10, cifar100"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
+    (["list", "methods"], "methods is not a list; type hpcfl list, or hpcfl list keys method.pf"),
+    (["list", "keys", "pfedla"], "did you mean method.pfedla?"),
+    (["list", "keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
+    (["list", "keys", "train.round"], "did you mean train.rounds?"),
+    (["list", "keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
+    (["watch", "none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
+    (["watch"], "the following arguments are required: RUN; see hpcfl watch --help"),
+    (["bench", "--parts", "speed"], "has 'speed'; allowed: start, steps, engines, rounds, methods, nodes"),
+    (["bench", "--parts", "nodes"], "needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes"),
+    (["bench", "--repeats", "0"], "--repeats: 0 is invalid; give an integer from 1 on"),
+    (["bench", "--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),
+    (["plan", "--ranks", "0"], "--ranks: 0 is invalid; give an integer from 1 on; see hpcfl plan --help"),
+    (["plan", "--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
+    (
+        ["plan", "--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
+        "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
+        "the run gets its stop signal; give --time 00:03:00 or more",
+    ),
+    (
+        ["plan", "--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],
+        "method.order=chain trains a round's clients one after the other and needs a single worker",
+    ),
+    (
+        ["clients.sampling=power_of_choice", "clients.candidates=3", "data.clients=4"],
+        "clients.candidates=3 are too few for the 4 clients of a round; set clients.candidates=4 or",
+    ),
+    (
+        ["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"],
+        "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of each ",
+    ),
+    (["train.beta1=0.5"], "train.beta1=0.5 needs train.optimiser=adam or adamw; set that, or"),
+    (["train.lr_decay_rounds=[3]"], "train.lr_decay_rounds=[3] needs train.lr_decay below 1; set that"),
+    (["train.lr_end=0.01", "train.lr_decay=0.9"], "train.lr_end=0.01 needs train.lr_decay=1; set that, or"),
+    (["train.lr_end=0.1"], "train.lr_end=0.1 needs a train.lr that is not below it; set that, or"),
+    (["train.label_smoothing=1"], "is invalid; allowed: null or a number >= 0 and < 1"),
+    (["train.augment=[turn]"], "is invalid; allowed: null or a list [VALUE,...], each VALUE crop, flip"),
+    (["train.clip=0"], "train.clip=0 is invalid; allowed: null or a number > 0"),
+    (["train.optimiser=yogi"], "train.optimiser=yogi is invalid; allowed: adam, adamw or null"),
+    (["train.optimiser=adam", "train.momentum=0.5"], "train.momentum=0.5 does not go with "),
+    (["train.patience=3"], "train.patience=3 needs data.val_fraction, such as 0.2"),
+    (["data.unseen_clients=1"], "data.unseen_clients=1 is invalid; "),
+    (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is invalid; "),
+    (["data.unseen_clients=0.3", "data.clients=1"], "leaves none of 1 client to train; set data.clients=2"),
+    (["train.unseen_epochs=3"], "needs data.unseen_clients; set that, or train.unseen_epochs=null"),
+    (
+        ["data.unseen_clients=0.3", "method.name=heurpfedla", "method.server=sharded"],
+        "data.unseen_clients does not go with method.server=sharded",
+    ),
+    (
+        ["data.unseen_clients=0.3", "data.clients=7", "method.name=fedfomo", "method.models=5"],
+        "allowed: 0 to 4, as there are 5 clients",
+    ),
+    (["method.name=fedmn", "method.architecture=[2]"], "needs a layer of encoders and one of blocks"),
+    (["method.name=fedmn", "method.architecture=[2,0]"], "method.architecture"),
+    (["method.name=fedmn", "method.widths=[8]"], "does not go with method.architecture=[2, 2, 2]"),
+    (["method.name=fedmn", "method.widths=[8,8,8]"], "allowed: 2 widths"),
+    (
+        ["method.name=fedmn", "method.pretrain_rounds=3", "train.rounds=3"],
+        "method.pretrain_rounds=3 leaves none of train.rounds=3",
+    ),
+    (
+        ["method.name=scaffold", "train.momentum=0.9"],
+        "train.momentum=0.9 does not go with method.name=scaffold, whose control variates are means of plain "
+        "gradients; allowed: 0.0",
+    ),
+    (
+        ["method.name=lg_fedavg", "method.global_layers=5"],
+        "method.global_layers=5 is more than the model's 4 layers (conv1, conv2, fc1, fc2); allowed: up to 4",
+    ),
 ]
-IS_COMMAND = ("plan", "reprot", "zzz", "data")
+COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
+"""First words of commands that are no run."""
 
 
 @pytest.mark.parametrize(("words", "said"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
@@ -107,7 +166,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(
 ) -> None:
     assert said in refused(capsys, *words)
     assert list(tmp_path.iterdir()) == []
-    if words[0] in IS_COMMAND:
+    if words[0] in COMMANDS:
         return
     before = contents(finished)
     refused(capsys, *words, "--out", finished)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections import Counter
@@ -13,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, method_settings, run_here, tiny_settings
+from bits import DIFFERENT, method_settings, read_csv, refused, run_here, tiny_settings
 from harness import Run
 from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.network import Load, Network, bytes_at_rank_0
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, dry_run
@@ -125,8 +124,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
         "this machine, or its job, has 1.9 MB; use fewer clients, a larger machine, or what "
         "`hpcfl list keys method.pfedla` has to make it smaller"
     )
-    assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
-    assert reason in capsys.readouterr().err
+    assert reason in refused(capsys, *keys, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(validate, "memory_bytes", lambda: math.inf)
     assert not planned(capsys, *keys)[-1].startswith("method.name")
@@ -200,8 +198,7 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     assert middle == pytest.approx(real[0], rel=0.03, abs=20_000)
     assert last == pytest.approx(real[1], rel=0.03)
     assert most == pytest.approx(2 * real[0] + real[1], rel=0.03, abs=40_000)
-    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
-        *_, row = csv.DictReader(file)
+    row = read_csv(tmp_path / "run" / "metrics.csv")[-1]
     numbers = found(r"network: .* a round, ([\d,]+) and ([\d,]+) in all", text)
     moved = [int(number.replace(",", "")) for number in numbers]
     exact, buffers = ([int(row[f"{kind}bytes_{way}"]) for way in ("down", "up")] for kind in ("", "buffer_"))
@@ -250,30 +247,6 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
     days, hours, minutes, seconds = found(r"\n\d+ +9 +(\d+) days?, (\d+):(\d+):(\d+) ", text)
     total_s = ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
     assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "0"], "--ranks: 0 is invalid; give an integer from 1 on; see hpcfl plan --help"),
-        (["--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
-        (
-            ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
-            "--time 00:00:30 is shorter than the start of a job (10 s) and the 120 s before its end at which "
-            "the run gets its stop signal; give --time 00:03:00 or more",
-        ),
-        (
-            ["--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],
-            "method.order=chain trains a round's clients one after the other and needs a single worker",
-        ),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
 
 
 def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:

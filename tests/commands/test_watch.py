@@ -18,7 +18,7 @@ import pytest
 from bits import run_here, start_run, tiny_settings
 from processes import clean_environment, forked, read_all, run_forked
 
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.results.run import Run
 
@@ -195,25 +195,3 @@ def test_a_line_is_short_of_names_alone(
     assert "longlong" in name
     assert cells[:2] == ["finished", "3/3"]
     assert all(re.fullmatch(r"\d+\.\d\d%", cell) for cell in cells[2:4])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["none"], "none is not a run folder: No such file or directory: none/config.yaml; name one that"),
-        ([], "the following arguments are required: RUN; see hpcfl watch --help"),
-    ],
-)
-def test_mistakes(
-    words: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["watch", *words]) == BAD_INPUT
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert out == ""
-    assert said in line

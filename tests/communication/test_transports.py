@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bits import differing, method_settings, run_here, tiny_settings, write_digits
+from bits import differing, method_settings, run_here, tiny_settings
 from conftest import TRANSPORTS, openmpi_command
 from processes import run_in_one_world, run_tree
 from test_under_mpirun import COLLECTIVE, run_collective_tests
@@ -38,10 +38,9 @@ def test_collective_tests_pass_with_open_mpi_over_tcp() -> None:
 
 
 def test_a_run_over_ofi_has_the_bits_of_one_rank(
-    tmp_path: Path, mpirun_command: list[str], monkeypatch: pytest.MonkeyPatch
+    digits: Path, tmp_path: Path, mpirun_command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_digits(tmp_path / "digits.npz")
-    settings = [*tiny_settings(tmp_path / "digits.npz"), *method_settings("fedfomo")]
+    settings = [*tiny_settings(digits), *method_settings("fedfomo")]
     assert run_here(tmp_path / "one", settings) == 0
     for name, value in TRANSPORTS["ofi"].items():
         monkeypatch.setenv(name, value)

@@ -5,7 +5,6 @@ The sets themselves are not here, so pools stand in that have their image shapes
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from bits import read_csv
 from processes import REPOSITORY
 
 from hpcfl.config.keys import Config, flatten
@@ -339,8 +339,7 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     name, rounds = found.groups()
     path_of_table = FOLDER / "tables" / f"{name}.yaml"
     table = table_of(name) if rounds is None else Table(path_of_table, rounds=int(rounds))
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = read_csv(path)
     # some results are of runs that a fixed data.seed gave one partition, and say so
     sizes = [line["size"].removesuffix("; one partition for all seeds") for line in lines]
     titles = [line["title"].partition(" (shrunk")[0] for line in lines]

@@ -10,7 +10,7 @@ import yaml
 from hpcfl.commands.reference import about, citation, keys
 from hpcfl.config.keys import DataConfig, flatten
 from hpcfl.config.load import DEFAULT_CLIENTS
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import REGISTRIES, load_config
@@ -108,18 +108,3 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
         "method.mu=0.25  [a number >= 0]",
         "    Pull to the mean. More",
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["methods"], "methods is not a list; type hpcfl list, or hpcfl list keys method.pf"),
-        (["keys", "pfedla"], "did you mean method.pfedla?"),
-        (["keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
-        (["keys", "train.round"], "did you mean train.rounds?"),
-        (["keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
-    ],
-)
-def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", *words]) == BAD_INPUT
-    assert said in capsys.readouterr().err

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bits import differing, run_here
+from bits import differing, read_csv, run_here
 from PIL import Image
 from processes import run_in_one_world
 
@@ -38,10 +37,6 @@ def npz_folder(folder: Path, **changed: dict[str, np.ndarray]) -> str:
 def picture(file: Path, pixels: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.array(pixels, np.uint8)).save(file)
-
-
-def read_csv(file: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(file.read_text().splitlines()))
 
 
 def words_of(path: str, *words: str) -> list[str]:

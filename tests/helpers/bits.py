@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Message
+from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.models import Network
@@ -166,6 +168,37 @@ def run_here(folder: Path, settings: Sequence[str]) -> int:
     return main(["--quiet", "--out", str(folder), *settings])
 
 
+def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:
+    """Run one more round, since SLURM's time is up by then, and return the exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        return run_here(folder, settings)
+
+
+def refused(captured: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Return the one line with which a command is refused."""
+    captured.readouterr()
+    assert main([*map(str, words)]) == BAD_INPUT
+    out, err = captured.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("hpcfl: error: ")
+    # these tell as they go
+    assert out == "" or words[0] in ("bench", "doctor", "plan")
+    return line
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None] = lambda: None) -> int:
     """Start a run in a process of its own, which calls `prepare` first, and return the process's id."""
 
@@ -272,12 +305,19 @@ def right_of_run(run: Run) -> list[int]:
     return counts.round().astype(int).tolist()
 
 
-def completed_rounds(folder: Path) -> int:
-    """Return the rounds of the checkpoint that a run goes on from."""
-    newest, older = folder / "checkpoint.h5", folder / "checkpoint.prev.h5"
-    # a kill between the two renames leaves the older one alone
-    with h5py.File(newest if newest.exists() else older, "r", locking=False) as file:
+def round_of(path: Path) -> int:
+    """Return the rounds that a checkpoint is of."""
+    with h5py.File(path, "r", locking=False) as file:
         return int(file.attrs["round"])
+
+
+def completed_rounds(folder: Path) -> int:
+    """Return the rounds of the checkpoint that a run goes on from; 0 without one."""
+    # a kill between the two renames leaves the older one alone
+    for name in ("checkpoint.h5", "checkpoint.prev.h5"):
+        if (folder / name).exists():
+            return round_of(folder / name)
+    return 0
 
 
 def contents(folder: Path) -> dict[str, Any]:

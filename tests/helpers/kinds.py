@@ -13,6 +13,8 @@ MODELS_OF = {
     "tokens": ("model.name=textcnn", "model.embedding=6", "model.filters=4"),
 }
 """The kinds that are not images, and a small network for each."""
+FEW_ROUNDS = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
+"""What methods need to do in two rounds what makes them special."""
 
 
 def made(kind: str, seed: int = 0) -> dict[str, np.ndarray]:

@@ -129,7 +129,7 @@ class _Functions(TorchFunctionMode):
             return marked.holds(args[0])
         if func is torch.Tensor.get_device:
             return 0 if marked.holds(args[0]) else -1
-        on_device = any(marked.holds(tensor) for tensor in _tensors((args, kwargs)))
+        on_device = any(marked.holds(tensor) for tensor in _tensors([*args, *kwargs.values()]))
         if on_device and func in (torch.Tensor.numpy, torch.Tensor.__array__):
             raise TypeError("can't convert a tensor on the marked device to numpy; use .cpu() first")
         if on_device and func is torch.Tensor.tolist:
@@ -188,7 +188,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         marked, packet = self._marked, func.overloadpacket
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors([*args, *kwargs.values()])
         sides = [marked.holds(tensor) for tensor in tensors]
         if not tensors:
             # made inside of an operator of Python's, such as a gradient of zeros, for its tensors
@@ -207,6 +207,8 @@ class _Operators(TorchDispatchMode):
 
     def _check(self, packet: Any, args: Any, tensors: Sequence[Tensor], sides: Sequence[bool]) -> None:
         """Refuse tensors of both sides, but for what CUDA takes."""
+        if all(sides):
+            return
         marked = self._marked
         if packet in INDEXING:
             indices = [index for index in args[1] if index is not None]

@@ -218,6 +218,9 @@ def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
 def _be_python(words: Sequence[str], folder: str | Path) -> None:
     """Do what `python words` does in a folder, in this process; comes back only by an exception."""
     os.chdir(folder)
+    # an exit then leaves out what was loaded before: torch's end takes a fifth of a second
+    c_library = ctypes.CDLL(None)
+    c_library.on_exit(c_library._exit, None)
     warnings.resetwarnings()
     for of_python in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", of_python)
@@ -244,7 +247,7 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # the launcher is told of the end by what C calls at an exit
-    ctypes.CDLL(None).exit(int(code or 0))
+    c_library.exit(int(code or 0))
 
 
 def _end_as_one(child: int, places: dict[int, socket.socket]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ from torch.nn.functional import cross_entropy
 from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
-from hpcfl.errors import BAD_INPUT
-from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.fedlc import FedLC
 from hpcfl.methods.fedntd import not_true
@@ -267,15 +264,6 @@ def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str
         own = own + change
         method.aggregate(server, cohort, upload_of({"theta": y, "change": change}))
     torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
-
-
-def test_scaffold_refuses_momentum(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["method.name=scaffold", "train.momentum=0.9", "--out", str(tmp_path)]) == BAD_INPUT
-    assert capsys.readouterr() == (
-        "",
-        "hpcfl: error: train.momentum=0.9 does not go with method.name=scaffold, whose control variates are "
-        "means of plain gradients; allowed: 0.0\n",
-    )
 
 
 # MOON

@@ -532,25 +532,3 @@ def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Ru
         assert row["up/classifier"] == row["down/classifier"] == 0
         assert row["up/encoder2"] == row["down/encoder2"] == 4 * 8 * layers["encoder2"]
         assert row["up/(indices)"] == 4 * 2
-
-
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["method.architecture=[2]"], "method.architecture=[2] needs a layer of encoders and one of blocks"),
-        (["method.architecture=[2,0]"], "method.architecture"),
-        (["method.widths=[8]"], "method.widths=[8] does not go with method.architecture=[2, 2, 2]"),
-        (["method.widths=[8,8,8]"], "allowed: 2 widths"),
-        (["method.pretrain_rounds=3"], "method.pretrain_rounds=3 leaves none of train.rounds=3"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
-) -> None:
-    assert run_here(tmp_path / "run", [*SMALL, *FLAT, *words]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hpcfl: error: ")
-    assert expected in line

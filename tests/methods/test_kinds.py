@@ -8,14 +8,11 @@ import pytest
 import torch
 from bits import differing, run_here, run_killed_in_round
 from harness import SMALL, Run
-from kinds import MODELS_OF, made, words_of
+from kinds import FEW_ROUNDS, MODELS_OF, made, words_of
 from processes import Mpirun
 
 import hpcfl
 from hpcfl.errors import UserError
-
-FEW = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
-
 
 OWN_CODE = (
     *("fedafk", "fedala", "fedcp", "fedem", "fedmn", "fedntd", "fedproto", "fedrod", "gpfl", "knn_per"),
@@ -29,7 +26,7 @@ OWN_CODE = (
 @pytest.mark.usefixtures("double")
 def test_both_engines_train_on_each_kind(method: str, kind: str, tmp_path: Path) -> None:
     """Tokens: in simulation/test_clients.py, with every method."""
-    keys = [*words_of(kind, tmp_path), *FEW.get(method, []), f"method.name={method}"]
+    keys = [*words_of(kind, tmp_path), *FEW_ROUNDS.get(method, []), f"method.name={method}"]
     keys += ["data.unseen_clients=0.25", "data.per_client=20", "train.rounds=2"]
     loop, batched = (Run(*keys, f"run.engine={engine}").evaluated() for engine in ("loop", "batched"))
     assert loop.keys() == batched.keys()

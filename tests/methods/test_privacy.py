@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import differing, method_settings, run_here, run_killed_in_round, tiny_settings, write_digits
+from bits import differing, method_settings, run_here, run_killed_in_round, tiny_settings
 from by_hand import gradient
 from harness import SMALL, UNEQUAL, Run
 from processes import run_in_one_world
@@ -220,9 +220,9 @@ def test_a_class_made_from_a_private_one_must_say_so_anew() -> None:
     assert type("Other", (FedAvg,), {"name": "other"}).privacy_units == ()  # type: ignore[attr-defined]
 
 
-def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(tmp_path: Path, mpirun_command: list[str]) -> None:
-    digits = tmp_path / "digits.npz"
-    write_digits(digits)
+def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(
+    digits: Path, tmp_path: Path, mpirun_command: list[str]
+) -> None:
     common = [*tiny_settings(digits), "model.batchnorm=false", "method.name=fedper"]
     common += ["train.participation=0.5", "run.checkpoint_every=1"]
     keys = {unit: [*common, *of_unit] for unit, of_unit in UNITS.items()}

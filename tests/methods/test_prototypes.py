@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import refused
 from by_hand import (
     SLIPPERY,
     SOME,
@@ -28,8 +29,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
-from hpcfl.errors import BAD_INPUT
-from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance
 from hpcfl.methods.base import State
 from hpcfl.methods.fedpac import head_weights
@@ -159,10 +158,9 @@ def test_a_head_without_bias_is_refused(
 ) -> None:
     (tmp_path / "plain.py").write_text(WITHOUT_BIAS)
     words = [f"model.path={tmp_path / 'plain.py'}", f"method.name={method}", "--out", str(tmp_path / "run")]
-    assert main(words) == BAD_INPUT
-    assert capsys.readouterr().err == (
+    assert refused(capsys, *words) == (
         f"hpcfl: error: method.name={method} needs a network whose head is one linear layer with a bias, and "
-        "that of model.name=plain is another; use one that has, such as model.name=lenet\n"
+        "that of model.name=plain is another; use one that has, such as model.name=lenet"
     )
 
 

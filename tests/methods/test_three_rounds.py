@@ -139,15 +139,7 @@ AS_FEDAVG = (
     *("clustered_fl", "fedrod", "fedala", "feddyn", "fedntd", "fedlc", "knn_per", "moon"),
 )
 WITHOUT_STATISTICS = (
-    "pfedme",
-    "pfedhn",
-    "fedamp",
-    "pfedgraph",
-    "pfedsim",
-    "ditto",
-    "apfl",
-    "fedphp",
-    "pfedla",
+    *("pfedme", "pfedhn", "fedamp", "pfedgraph", "pfedsim", "ditto", "apfl", "fedphp", "pfedla"),
 )
 
 TRAFFIC = {

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits import refused
 from made_runs import make_run, metrics_of_runs, rising
 from processes import REPOSITORY
 
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import pfedla
 from hpcfl.methods.diagnostics import Diagnostic
@@ -43,14 +44,6 @@ def reported(out: Path, *folders: Path) -> Any:
 def headline(run: Any, field: str) -> dict[str, Any]:
     """Return one field of a run's figures, by their names."""
     return {entry["name"]: entry[field] for entry in run["headline"]}
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Return the one line with which `hpcfl report` refuses."""
-    capsys.readouterr()
-    assert main(["report", *map(str, words)]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,32 +201,32 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no run folder" in refusal(capsys, tmp_path / "nowhere")
-    assert "is no run folder" in refusal(capsys, tmp_path)
+    assert "is no run folder" in refused(capsys, "report", tmp_path / "nowhere")
+    assert "is no run folder" in refused(capsys, "report", tmp_path)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
     text = (folder / "metrics.csv").read_text()
     (folder / "metrics.csv").write_text(text.splitlines()[0] + "\n")
-    assert "has no evaluation yet" in refusal(capsys, folder)
+    assert "has no evaluation yet" in refused(capsys, "report", folder)
     (folder / "metrics.csv").write_text(text)
     other = make_run(tmp_path / "other", rising(2, 3), ["run.eval_split=val", "data.val_fraction=0.2"])
-    assert "run.eval_split differs (test in pfedla (one), val in pfedla (other))" in refusal(
-        capsys, folder, other
+    assert "run.eval_split differs (test in pfedla (one), val in pfedla (other))" in refused(
+        capsys, "report", folder, other
     )
-    assert "cannot write" in refusal(capsys, folder, "--out", tmp_path / "no" / "page.html")
-    assert "RUN" in refusal(capsys)
+    assert "cannot write" in refused(capsys, "report", folder, "--out", tmp_path / "no" / "page.html")
+    assert "RUN" in refused(capsys, "report")
     # no file of a run is written over, and nothing is left behind
     clients = (folder / "clients.csv").read_bytes()
-    assert "does not end in .html; name a page, such as" in refusal(
-        capsys, folder, "--out", folder / "clients.csv"
+    assert "does not end in .html; name a page, such as" in refused(
+        capsys, "report", folder, "--out", folder / "clients.csv"
     )
-    assert f"such as {folder}/report.html" in refusal(capsys, folder, "--out", folder)
+    assert f"such as {folder}/report.html" in refused(capsys, "report", folder, "--out", folder)
     (tmp_path / "folder.html").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    assert "cannot write" in refusal(capsys, folder, "--out", tmp_path / "folder.html")
+    assert "cannot write" in refused(capsys, "report", folder, "--out", tmp_path / "folder.html")
     assert sorted(tmp_path.rglob("*")) == before
     assert (folder / "clients.csv").read_bytes() == clients
     (folder / "clients.csv").unlink()
-    assert "has no finished run" in refusal(capsys, tmp_path / "runs")
+    assert "has no finished run" in refused(capsys, "report", tmp_path / "runs")
 
 
 OWN = '''"""FedAvg that remembers how often it met each client."""
@@ -280,7 +273,7 @@ def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
     assert "no report: diagnostic 'met' cannot be drawn" in told
     assert "the shape [3], and its axes are (client, client)" in told
     assert (folder / "clients.csv").exists()
-    assert "'met' cannot be drawn" in refusal(capsys, folder)
+    assert "'met' cannot be drawn" in refused(capsys, "report", folder)
 
 
 def test_axes_that_are_not_those_of_the_values_are_refused() -> None:

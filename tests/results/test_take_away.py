@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -19,16 +18,17 @@ from bits import (
     MEETS_ALL_SOON,
     method_settings,
     raw_tests,
+    read_csv,
+    refused,
     right,
     right_of_run,
     run_here,
     tiny_settings,
-    write_digits,
 )
 from processes import run_tree
 
 import hpcfl
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import Run
@@ -53,10 +53,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("runs")
-    write_digits(folder / "digits.npz")
-    return Place(folder, folder / "digits.npz")
+def place(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("runs"), digits)
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
@@ -158,8 +156,7 @@ def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -
     expected = run.predict(5, x)
     assert right(expected, y) == right_of_run(run)[5]
     assert main([*command, str(tmp_path / "p.csv")]) == FINISHED
-    with (tmp_path / "p.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_csv(tmp_path / "p.csv")
     assert list(rows[0]) == ["label", *(f"probability_{n}" for n in range(10))]
     assert np.array_equal([[float(row[f"probability_{n}"]) for n in range(10)] for row in rows], expected)
     assert [int(row["label"]) for row in rows] == expected.argmax(axis=1).tolist()
@@ -300,16 +297,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run a command that must fail as a user's mistake; return its one line."""
-    assert main([str(word) for word in words]) == BAD_INPUT
-    lines = capsys.readouterr().err.splitlines()
-    errors = [line for line in lines if "error:" in line]
-    assert len(errors) == 1
-    assert "Traceback" not in "".join(lines)
-    return errors[0]
-
-
 @pytest.fixture
 def going_on(place: Place, tmp_path: Path) -> Path:
     """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
@@ -332,8 +319,8 @@ def test_a_run_that_goes_on_has_no_personalised_models(
         ["export", going_on, "--out", tmp_path / "out"],
         ["predict", going_on, images, "--out", tmp_path / "out.csv"],
     ):
-        assert re.search(why, said(capsys, *words, "--client", "0"))
-    assert "not finished: round 3 of 3 is done, and clients.csv" in said(
+        assert re.search(why, refused(capsys, *words, "--client", "0"))
+    assert "not finished: round 3 of 3 is done, and clients.csv" in refused(
         capsys, "compare", going_on, going_on
     )
     assert (
@@ -342,10 +329,10 @@ def test_a_run_that_goes_on_has_no_personalised_models(
     assert json.loads((tmp_path / "global" / "global.json").read_text())["round"] == 2
 
     cut(going_on / "checkpoint.prev.h5")
-    error = said(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
+    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
     assert "checkpoint.prev.h5 is damaged" in error
     (going_on / "checkpoint.prev.h5").unlink()
-    error = said(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
+    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
@@ -360,7 +347,7 @@ def test_damaged_files_are_named_with_their_line(
         text = (folder / name).read_bytes()
         assert old in text
         (folder / name).write_bytes(text.replace(old, new, 1))
-        said_of_run = said(capsys, *(folder if word == "RUN" else word for word in words))
+        said_of_run = refused(capsys, *(folder if word == "RUN" else word for word in words))
         return said_of_run.removeprefix("error: ").removeprefix(f"{folder}/")
 
     compare, report, watch = ("compare", "RUN", other), ("report", "RUN"), ("watch", "RUN", "--once")
@@ -375,11 +362,11 @@ def test_damaged_files_are_named_with_their_line(
     folder = shutil.copytree(made, tmp_path / "short")
     lines = (folder / "clients.csv").read_text().splitlines(keepends=True)
     (folder / "clients.csv").write_text("".join(lines[:-1]))
-    assert "clients.csv, line 8: damaged; " in said(capsys, "compare", folder, other)
+    assert "clients.csv, line 8: damaged; " in refused(capsys, "compare", folder, other)
     # no command that reads knows --fresh
     cut(folder / "checkpoint.h5")
     (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
-    advice = said(capsys, "export", folder, "--client", "0", "--out", tmp_path / "out")
+    advice = refused(capsys, "export", folder, "--client", "0", "--out", tmp_path / "out")
     assert "the figures in its CSV files are not" in advice
     assert "--fresh" not in advice
 
@@ -402,10 +389,10 @@ def test_a_run_says_which_version_of_its_own_code_it_needs(
     run = place.run("fedavg", "method.name=own_rule", f"method.path={method}", name="moved").path
     method.rename(tmp_path / "there.py")
     made_with = f"{run / 'config.yaml'}: method.path={method}"
-    gone = said(capsys, "report", run, "--out", tmp_path / "page.html")
+    gone = refused(capsys, "report", run, "--out", tmp_path / "page.html")
     assert f"{made_with}: No such file or directory; give a Python file" in gone
     method.write_text(OWN_METHOD + "\n")
-    changed = said(capsys, "compare", run, place.run("local").path)
+    changed = refused(capsys, "compare", run, place.run("local").path)
     assert f"{made_with} is not the file of this configuration: its code is " in changed
 
 
@@ -417,7 +404,7 @@ def test_mistakes_are_told_in_one_line(
 
     def predict(**arrays: np.ndarray) -> str:
         np.savez(images, **arrays)
-        return said(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.csv")
+        return refused(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.csv")
 
     out = ["--out", tmp_path / "out"]
     for told, *words in (
@@ -430,7 +417,7 @@ def test_mistakes_are_told_in_one_line(
         ("a folder, FILE.pt, FILE.safetensors, FILE.pt2", run, "--client", "3", "--out", tmp_path / "3.pth"),
         ("cannot write ", run, "--client", "1", "--out", run / "clients.csv" / "x"),
     ):
-        assert told in said(capsys, "export", *words)
+        assert told in refused(capsys, "export", *words)
     assert list(tmp_path.iterdir()) == []
 
     x = np.zeros((2, 1, 7, 7), np.float32)
@@ -446,16 +433,16 @@ def test_mistakes_are_told_in_one_line(
     assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]
-    assert said(capsys, *words).endswith(
+    assert refused(capsys, *words).endswith(
         "cannot be read as an npz file; write it with numpy.savez(FILE, x=x) "
         "(BadZipFile: File is not a zip file)"
     )
     before = (run / "clients.csv").read_bytes()
-    assert "is in a run folder" in said(capsys, *words, "--out", run / "clients.csv")
+    assert "is in a run folder" in refused(capsys, *words, "--out", run / "clients.csv")
     assert (run / "clients.csv").read_bytes() == before
-    assert "no such file" in said(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
+    assert "no such file" in refused(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
     for name in ("p.txt", "images.npz"):
-        assert "give a FILE.csv" in said(capsys, *words, "--out", tmp_path / name)
+        assert "give a FILE.csv" in refused(capsys, *words, "--out", tmp_path / name)
 
 
 def test_a_codec_leaves_the_models_that_were_scored(place: Place) -> None:

@@ -1,4 +1,4 @@
-"""The same bits for any number of ranks, any size of block and any rhythm of evaluations."""
+"""The same bits for any number of ranks, any size of block, any rhythm of evaluations, and with a stop."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
+    run_until_time_is_up,
     saved_models,
     tiny_settings,
 )
@@ -30,14 +31,20 @@ from processes import run_in_one_world
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import build, load_data, make_method
 
 SMALL_BLOCKS_RANKS = 3
 """The rank count that sends the fewest clients a block, and does all methods and the variants."""
-OTHER_RANKS = {5: ("fedmn", "heurpfedla", "pfedhn", "scaffold"), 9: ("fedavg", "fedfomo")}
-"""Methods among more ranks; the last ones have a worker without a client, and are slow."""
+OTHER_RANKS = {
+    5: ("fedmn-some", "heurpfedla-some", "pfedhn-some", "scaffold-some"),
+    9: ("fedavg-some", "fedfomo-some", "fedem-unseen"),
+}
+"""Cases among more ranks; the last ones have a worker without a client, and are slow."""
+WITH_UNSEEN = ("fedamp", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "pfedla", "pfedmb")
+"""Methods with two clients that take no part in training, of which some workers have one."""
 PARTS = {
     "fedmn": ["decision"],
     "fedem": ["weights"],
@@ -87,6 +94,7 @@ def all_cases() -> dict[str, list[str]]:
     }
     special |= {case: [f"train.buffers={case.partition('-')[2]}"] for case in OF_BUFFERS}
     special |= {case: [] for case in (*VARIANTS, *SOME_CODED)}
+    special |= {f"{method}-unseen": ["data.unseen_clients=0.3"] for method in WITH_UNSEEN}
     for case, keys in special.items():
         cases[case] = [*method_settings(case), *keys, "train.participation=0.6"]
     return cases | {CHAIN: [*method_settings("fedmn"), "method.order=chain"]}
@@ -98,7 +106,7 @@ SERIAL_CASES = all_cases()
 def cases_of(ranks: int) -> dict[str, list[str]]:
     """Return what runs in the world of so many ranks; the one worker of two trains all clients."""
     if ranks in OTHER_RANKS:
-        return {f"{method}-some": SERIAL_CASES[f"{method}-some"] for method in OTHER_RANKS[ranks]}
+        return {name: SERIAL_CASES[name] for name in OTHER_RANKS[ranks]}
     return {
         name: case
         for name, case in SERIAL_CASES.items()
@@ -152,6 +160,9 @@ def parallel(
             cases = with_small_blocks(cases, settings)
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         runs = {folder / name: [*settings, *case] for name, case in cases.items()}
+        # the ranks are copies of this process, and each would need a second and more for this
+        import torch._dynamo  # noqa: F401
+
         run_in_one_world(mpirun_command, ranks, runs)
         return folder
 
@@ -176,6 +187,25 @@ def test_evaluations_and_finetuning_change_no_state(
     assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case], *changed]) == 0
     assert not differing(serial(case), tmp_path / "run", "server", "clients")
     assert "/personalised/theta" in differing(serial(case), tmp_path / "run", "personalised")
+
+
+OTHER_STATE = ("fedrod-hyper", "pfedhn-private", *(case for case in SOME_CODED if case.endswith("-topk")))
+"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
+SCORED_ANEW = ("fedem-unseen", "pfedla-unseen")
+"""Clients that no state is kept of, as they are made anew for each evaluation."""
+
+
+@pytest.mark.parametrize(
+    "case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE, *SCORED_ANEW]
+)
+def test_stopped_after_the_first_round(
+    serial: Folders, settings: list[str], tmp_path: Path, case: str
+) -> None:
+    """Methods of KINDS are stopped in more places in test_resume.py."""
+    keys = [*settings, *SERIAL_CASES[case]]
+    assert run_until_time_is_up(tmp_path / "run", keys) == STOPPED
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(serial(case), tmp_path / "run")
 
 
 @pytest.mark.parametrize("case", SERIAL_CASES)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, differing, run_here, tiny_settings
-from processes import run_in_one_world
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
 from hpcfl.errors import FINISHED
@@ -58,14 +57,6 @@ def test_they_are_of_each_clients_model_on_its_own_samples(folders: dict[str, Pa
         if client < len(parts) - run.num_unseen:
             right, total = right + counts.diagonal(), total + counts.sum(axis=1)
     assert run.accuracy_by_class == pytest.approx(right / total)
-
-
-def test_three_ranks_give_the_same_bits(
-    folders: dict[str, Path], settings: list[str], tmp_path: Path, mpirun_command: list[str]
-) -> None:
-    keys = [*settings, *CASES["pfedla"], "run.metrics=true"]
-    run_in_one_world(mpirun_command, 3, {tmp_path / "run": keys})
-    assert not differing(folders["pfedla"], tmp_path / "run")
 
 
 def test_clients_are_in_order_whatever_the_cohorts_of_an_evaluation(

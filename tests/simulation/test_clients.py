@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, differing, method_settings, run_here, tiny_settings
+from bits import DIFFERENT, differing, method_settings, run_here, run_until_time_is_up, tiny_settings
 from by_hand import work
-from harness import SMALL, UNEQUAL, Run, make_network, make_place
-from kinds import words_of
+from harness import UNEQUAL, Run, make_network, make_place
+from kinds import FEW_ROUNDS, words_of
 from processes import run_in_one_world
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import ClientsConfig, TrainConfig
-from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import Context
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
@@ -25,14 +25,12 @@ from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.samples import SampleType
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.sampling import Sampler, drawn_by_size, is_dropped, of_highest_loss
 from hpcfl.storage.ledger import Ledger
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.work import Work
 
 DROPS_ALL = "clients.drop_rate=0.999999"
-FEW_ROUNDS = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -
     assert all(len(set(draw)) == 2 for draw in draws)
     network = MODELS["mlp"].options.model_validate({"hidden": [2]})
     train, by_size = TrainConfig(participation=0.5), ClientsConfig(sampling="size")
-    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train, 5, clients=by_size)
+    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train=train, seed=5, clients=by_size)
     assert Sampler(context).clients(7) == sorted(draws[7])
 
 
@@ -319,27 +317,6 @@ def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["clients.sampling=power_of_choice", "clients.candidates=3"],
-            "clients.candidates=3 are too few for the 4 clients of a round; set clients.candidates=4 or",
-        ),
-        (
-            ["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"],
-            "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of each ",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here(tmp_path / "run", [*SMALL, *words]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"hpcfl: error: {said}")
-
-
 def test_keys_that_are_off_leave_the_name_of_a_run(settings: list[str]) -> None:
     off = ["clients.sampling=uniform", "clients.drop_rate=0", "data.label_noise=0"]
     plain, same = (load_config(None, [*settings, *words]) for words in ([], off))
@@ -361,7 +338,7 @@ ALL = [
 
 
 def test_the_bits_hang_neither_on_the_ranks_nor_on_a_stop(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mpirun_command: list[str]
+    settings: list[str], tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """The stop is between two evaluations."""
     cases = {
@@ -373,9 +350,7 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_stop(
         assert run_here(serial, keys) == FINISHED
         lost = load_run(serial).metrics["lost"]
         assert 0 < lost[0] < lost[1] < 16
-        with monkeypatch.context() as first:
-            first.setattr(Simulation, "_must_stop", lambda _: True)
-            assert run_here(stopped, keys) == STOPPED
+        assert run_until_time_is_up(stopped, keys) == STOPPED
         assert run_here(stopped, keys) == FINISHED
         for other in (tmp_path / "parallel" / case, stopped):
             assert differing(serial, other) == [], case

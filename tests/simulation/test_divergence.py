@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,16 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import KINDS, contents, differing, method_settings, run_here, tiny_settings
+from bits import (
+    KINDS,
+    contents,
+    differing,
+    method_settings,
+    read_csv,
+    run_here,
+    run_until_time_is_up,
+    tiny_settings,
+)
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
@@ -21,7 +29,6 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, not_finite
-from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.training.client_group import ClientGroup
 
@@ -72,8 +79,7 @@ def poisoned(tmp_path: Path, settings: list[str]) -> list[str]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as lines:
-        return list(csv.DictReader(lines))
+    return read_csv(folder / "metrics.csv")
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -367,9 +373,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
         choice = write_poisoned(tmp_path / f"own_{method}.py", who, method)
         keys = [*settings, *more, choice, *few]
         assert run_here(tmp_path / f"{method}-whole", keys) == FINISHED
-        with monkeypatch.context() as first:
-            first.setattr(Simulation, "_must_stop", lambda _: True)
-            assert run_here(tmp_path / f"{method}-parts", keys) == STOPPED
+        assert run_until_time_is_up(tmp_path / f"{method}-parts", keys) == STOPPED
         runs[tmp_path / f"{method}-parts"] = keys
     run_in_one_world(mpirun_command, 3, runs)
     for method in POISONED_RUNS:

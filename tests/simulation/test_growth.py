@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bits import method_settings, tiny_settings, write_digits
+from bits import method_settings, tiny_settings
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.registries import load_config
@@ -50,11 +50,10 @@ class Counting(Progress):
             self.kept.append((tensors, len(objects), traced_bytes, len(os.listdir("/proc/self/fd"))))
 
 
-def test_rounds_leave_nothing_but_rows_of_the_ledger(tmp_path: Path) -> None:
+def test_rounds_leave_nothing_but_rows_of_the_ledger(digits: Path, tmp_path: Path) -> None:
     """State on server and clients; evaluations and checkpoints in every round."""
-    write_digits(tmp_path / "digits.npz")
     keys = [f"train.rounds={LAST + 1}", "train.participation=0.3", "run.checkpoint_every=1"]
-    settings = [*tiny_settings(tmp_path / "digits.npz"), *method_settings("heurpfedla"), *keys]
+    settings = [*tiny_settings(digits), *method_settings("heurpfedla"), *keys]
     config = load_config(None, settings)
     counting, stop = Counting(), StopFlag()
     try:

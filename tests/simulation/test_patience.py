@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
-from harness import Run
+from bits import differing, run_here, run_killed_in_round, tiny_settings
 from processes import Mpirun
 
-from hpcfl.errors import UserError
 from hpcfl.main import main
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import is_over
@@ -37,10 +35,8 @@ def test_a_run_ends_after_so_many_evaluations_without_a_better_one(
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> list[str]:
+def keys(digits: Path) -> list[str]:
     """Settings whose accuracy stops rising long before the last of 40 rounds."""
-    digits = tmp_path / "digits.npz"
-    write_digits(digits)
     of_run = ["method.name=fedper", "data.val_fraction=0.3", "data.clients=5"]
     of_run += ["train.rounds=40", "train.patience=2", "run.eval_every=2", "run.checkpoint_every=3"]
     return [*tiny_settings(digits), *of_run]
@@ -94,9 +90,3 @@ def test_a_run_that_ended_off_schedule_and_gets_more_rounds_records_them(
         run = load_run(tmp_path / "run")
         assert (run.rounds, run.is_finished) == (rounds, True)
     assert run.metrics["round"].tolist() == [2, 4, 6]
-
-
-@pytest.mark.quick
-def test_patience_needs_validation_samples() -> None:
-    with pytest.raises(UserError, match=r"train.patience=3 needs data.val_fraction, such as 0.2"):
-        Run("train.patience=3")

@@ -1,8 +1,10 @@
-"""A run that is stopped, killed, damaged or prolonged ends with the bits of an undisturbed one."""
+"""A run that is stopped, killed or prolonged ends with the bits of an undisturbed one.
+
+That every method goes on is a test of test_bits.py; damaged checkpoints are those of storage/test_faults.py.
+"""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -10,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from bits import (
-    CODED,
-    DIFFERENT,
     KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     completed_rounds,
     differing,
     method_settings,
+    refused,
     run_here,
     run_killed_in_round,
+    run_until_time_is_up,
     tiny_settings,
 )
 from processes import Mpirun
@@ -29,6 +31,7 @@ from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
+from hpcfl.registries import load_config
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 
 ROUNDS = 3
@@ -40,12 +43,6 @@ SPECIAL = {
 }
 """FedMN whose first round is another than those after it, local training with all there is, and models and
 codes that are kept elsewhere."""
-
-OTHER_STATE = (
-    *("fedrod-hyper", "pfedhn-private"),
-    *(case for case in CODED if case.endswith("-topk") and case != "pfedla-topk"),
-)
-"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +68,12 @@ def short(method: str) -> list[str]:
     return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
 
 
-def run_until_time_is_up(folder: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run one more round, since SLURM's time is up by then, and return the exit code."""
-    with monkeypatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-        return run_here(folder, settings)
-
-
 # Every round boundary
 
 
 @pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
 def test_killed_and_then_stopped_or_prolonged(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
+    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
     """It goes on from either boundary of its rounds.
 
@@ -99,23 +85,9 @@ def test_killed_and_then_stopped_or_prolonged(
     shorter = [*keys, f"train.rounds={ROUNDS if uses_rounds else 2}"]
     run_killed_in_round(1, tmp_path / "run", shorter)
     assert completed_rounds(tmp_path / "run") == 1
-    code = run_until_time_is_up(tmp_path / "run", shorter, monkeypatch)
+    code = run_until_time_is_up(tmp_path / "run", shorter)
     assert code == (STOPPED if uses_rounds else FINISHED)
     assert completed_rounds(tmp_path / "run") == 2
-    assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(undisturbed(method), tmp_path / "run")
-
-
-@pytest.mark.parametrize("method", [*(name for name in DIFFERENT if name not in KINDS), *OTHER_STATE])
-def test_stopped_after_the_first_round(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-) -> None:
-    keys = [*settings, *short(method)]
-    assert run_until_time_is_up(tmp_path / "run", keys, monkeypatch) == STOPPED
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
 
@@ -150,6 +122,7 @@ READS_NO_NUMBERS = """
 import sys
 from hpcfl.errors import UserError
 from hpcfl.main import main
+from hpcfl.registries import load_config
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 
 def refuse(self):
@@ -181,6 +154,8 @@ def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
         keys = [*settings, *short("heurpfedla"), f"train.rounds={rounds}"]
         assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed("heurpfedla"), tmp_path / "run")
+    assert f"resuming after round 2 of {ROUNDS}" in (tmp_path / "run" / "log.txt").read_text()
+    assert load_config(tmp_path / "run" / "config.yaml", []).train.rounds == ROUNDS
 
 
 ANNEALED = ["train.lr_decay=1", "train.lr_end=0.01"]
@@ -195,9 +170,7 @@ def test_schedules_over_all_rounds_cannot_be_prolonged(
 ) -> None:
     keys = [*settings, *short(method), *more]
     assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
-    assert run_here(tmp_path / "run", [*keys, "train.rounds=2"]) == BAD_INPUT
-    (error,) = capfd.readouterr().err.splitlines()
-    assert "train.rounds" in error
+    assert "train.rounds" in refused(capfd, *keys, "train.rounds=2", "--out", tmp_path / "run")
 
 
 def test_killed_before_config_yaml_was_in_place(
@@ -209,30 +182,3 @@ def test_killed_before_config_yaml_was_in_place(
     (folder / "config.yaml.tmp").write_text("method:\n  na")
     assert run_here(folder, [*settings, *short("fedavg")]) == FINISHED
     assert not differing(undisturbed("fedavg"), folder)
-
-
-# Damaged checkpoints
-
-
-def truncate(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize("damage", [truncate, Path.unlink])
-def test_a_damaged_checkpoint_falls_back_to_the_previous(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    damage: Callable[[Path], None],
-) -> None:
-    keys = [*settings, *short("pfedla")]
-    assert run_here(tmp_path, [*keys, "train.rounds=2", "run.checkpoint_every=1"]) == FINISHED
-    damage(tmp_path / "checkpoint.h5")
-    assert run_here(tmp_path, keys) == FINISHED
-    warning = capfd.readouterr().err
-    assert warning.startswith(f"hpcfl: warning: {tmp_path / 'checkpoint.h5'} is ")
-    assert f"taking {tmp_path / 'checkpoint.prev.h5'}, round 1" in warning
-    assert warning.count("\n") == 1
-    assert not differing(undisturbed("pfedla"), tmp_path)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from bits import differing, run_here, tiny_settings
+from bits import differing, run_here, run_until_time_is_up, tiny_settings
 from harness import Run
 from processes import run_in_one_world
 
@@ -64,13 +62,13 @@ def parallel(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_on_any_number_of_ranks_and_after_a_stop(
-    parallel: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    parallel: Path, settings: list[str], tmp_path: Path, case: str
 ) -> None:
-    run = partial(run_here, settings=[*settings, *CASES[case]])
-    assert run(tmp_path / "serial") == FINISHED
+    keys = [*settings, *CASES[case]]
+    assert run_here(tmp_path / "serial", keys) == FINISHED
     assert not differing(tmp_path / "serial", parallel / case)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    assert [run(tmp_path / "stopped") for _ in range(2)] == [STOPPED, FINISHED]
+    assert run_until_time_is_up(tmp_path / "stopped", keys) == STOPPED
+    assert run_here(tmp_path / "stopped", keys) == FINISHED
     assert not differing(tmp_path / "serial", tmp_path / "stopped")
 
 

@@ -1,10 +1,11 @@
-"""Clients that take no part in training: they leave no trace in it, and are scored with what they learnt."""
+"""Clients that take no part in training: they leave no trace in it, and are scored with what they learnt.
+
+The same bits on any number of ranks and after a stop: test_bits.py.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,20 +21,18 @@ from bits import (
     MEETS_ALL_SOON,
     VARIANTS,
     contents,
-    differing,
     losses_of,
     method_settings,
+    read_csv,
     run_here,
     saved_models,
     tiny_settings,
 )
-from bits import write_digits as write_images
-from processes import run_in_one_world
 
 from hpcfl import compare
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED, UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
@@ -59,17 +58,13 @@ def by_hooks() -> list[str]:
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
 """Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
 OTHER_BUFFERS = ["pfedla-mixed", "heurpfedla-mixed", "lg_fedavg-average"]
-RANKS = {3: ["fedamp", "fedfomo", "fedmn", "heurpfedla", "ifca", "pfedmb"], 7: ["fedem"]}
-"""Cases by number of ranks: several workers with unseen clients, and some without."""
 ROUNDS = 2
 
 Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_images(digits)
+def settings(digits: Path) -> list[str]:
     rhythm = [f"train.rounds={ROUNDS}", "train.participation=0.6"]
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *rhythm, "data.unseen_clients=0.3"]
 
@@ -111,8 +106,7 @@ def of_training(folder: Path) -> dict[str, Any]:
         ):
             found[name] = item
     for name in ("metrics.csv", "clients.csv"):
-        with (folder / name).open(newline="") as lines:
-            rows = [row for row in csv.DictReader(lines) if row.pop("unseen", "0") == "0"]
+        rows = [row for row in read_csv(folder / name) if row.pop("unseen", "0") == "0"]
         left_out = SECONDS | set(UNSEEN_METRICS)
         found[name] = [{key: value for key, value in row.items() if key not in left_out} for row in rows]
     return found
@@ -128,40 +122,6 @@ def test_training_is_that_of_a_federation_without_them(
     monkeypatch.setattr(experiment, "partition_samples", lambda _, arrays: whole(config, arrays)[:SEEN])
     assert run_here(tmp_path / "run", [*settings, *keys_of(case), "data.unseen_clients=0"]) == FINISHED
     assert of_training(tmp_path / "run") == expected
-
-
-@pytest.fixture(scope="module")
-def parallel(
-    settings: list[str], tmp_path_factory: pytest.TempPathFactory, mpirun_command: list[str]
-) -> Callable[[int], Path]:
-    """Return a function from a number of ranks to the folder of all its cases, run in one world."""
-
-    @cache
-    def base(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        runs = {folder / case: [*settings, *keys_of(case)] for case in RANKS[ranks]}
-        run_in_one_world(mpirun_command, ranks, runs)
-        return folder
-
-    return base
-
-
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in RANKS for case in RANKS[ranks]])
-def test_rank_counts_give_the_same_bits(
-    serial: Folders, parallel: Callable[[int], Path], ranks: int, case: str
-) -> None:
-    assert not differing(serial(case), parallel(ranks) / case)
-
-
-@pytest.mark.parametrize("case", ["fedem", "pfedla"])
-def test_stopped_after_the_first_round(
-    serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    expected = serial(case)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    for end in (STOPPED, FINISHED):
-        assert run_here(tmp_path / "run", [*settings, *keys_of(case)]) == end
-    assert not differing(expected, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -273,30 +233,6 @@ def test_without_them_nothing_is_new() -> None:
     asked = load_config(None, ["data.unseen_clients=0.2"])
     assert asked.run_name() != config.run_name()
     assert asked.tree()["train"]["unseen_epochs"] is None
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        (["data.unseen_clients=1"], "data.unseen_clients=1 is invalid; "),
-        (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is invalid; "),
-        (["data.clients=1"], "leaves none of 1 client to train; set data.clients=2 or more"),
-        (
-            ["data.unseen_clients=null", "train.unseen_epochs=3"],
-            "train.unseen_epochs=3 needs data.unseen_clients; set that, or train.unseen_epochs=null",
-        ),
-        (
-            ["method.name=heurpfedla", "method.server=sharded"],
-            "data.unseen_clients does not go with method.server=sharded",
-        ),
-        (["method.name=fedfomo", "method.models=5"], "allowed: 0 to 4, as there are 5 clients"),
-    ],
-)
-def test_mistakes(
-    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], keys: list[str], said: str
-) -> None:
-    assert run_here(tmp_path / "run", [*settings, "method.name=fedavg", *keys]) == BAD_INPUT
-    assert said in capfd.readouterr().err
 
 
 class LooksThemUp(FedAvg):

@@ -8,7 +8,6 @@ DIR/long_run_preemptions.csv:
 
 from __future__ import annotations
 
-import csv
 import os
 import random
 import shutil
@@ -26,7 +25,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
-from bits import differing, write_digits
+from bits import completed_rounds, differing, write_csv, write_digits
 from processes import REPOSITORY, clean_environment, kill_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
@@ -224,10 +223,7 @@ def keep(name: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Write what was measured where HPCFL_SOAK_RESULTS says."""
     folder = os.environ.get("HPCFL_SOAK_RESULTS")
     if folder:
-        with (REPOSITORY / folder / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(REPOSITORY / folder / f"{name}.csv", rows)
 
 
 def test_memory_open_files_and_times_do_not_grow(undisturbed: LongRun) -> None:
@@ -355,15 +351,6 @@ def preempt(launch: Launch, preemption: Preemption, chance: random.Random) -> in
     return launch.end()
 
 
-def saved_rounds(folder: Path) -> int:
-    """Return the rounds of the newest checkpoint; 0 without one."""
-    for name in ("checkpoint.h5", "checkpoint.prev.h5"):
-        if (folder / name).exists():
-            with h5py.File(folder / name, "r", locking=False) as file:
-                return int(file.attrs["round"])
-    return 0
-
-
 def test_preempted_20_times_on_changing_numbers_of_ranks(
     undisturbed: LongRun, base: Path, start: Start
 ) -> None:
@@ -373,7 +360,7 @@ def test_preempted_20_times_on_changing_numbers_of_ranks(
         ranks = RANKS[number % len(RANKS)]
         with start(ranks, "preempted") as launch:
             exit_code = preempt(launch, preemption, chance)
-        before, saved = saved, saved_rounds(base / "preempted")
+        before, saved = saved, completed_rounds(base / "preempted")
         if preemption.kind in STOPS:
             assert exit_code == STOPPED, launch.printed()
             assert saved >= preemption.round

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
 import signal
@@ -18,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from bits import round_of
+from mutations import sign
 from processes import forked
 
 import hpcfl
@@ -115,11 +116,6 @@ def load(folder: Path) -> LoadedCheckpoint:
     return loaded
 
 
-def round_of(path: Path) -> int:
-    with h5py.File(path, locking=False) as file:
-        return int(file.attrs["round"])
-
-
 def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -131,13 +127,6 @@ def flipped(data: bytes, place: int) -> bytes:
 def damage(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(flipped(data, len(data) // 2))
-
-
-def sign(path: Path) -> None:
-    """Write the user block as the contract states it."""
-    content = path.read_bytes()[512:]
-    line = f"hpcfl checkpoint sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
-    path.write_bytes(line + bytes(512 - len(line)) + content)
 
 
 @pytest.fixture

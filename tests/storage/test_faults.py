@@ -5,7 +5,6 @@ Each test tells what a user reads, what is kept, and that the same command goes 
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import errno
 import functools
@@ -23,10 +22,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from bits import differing, run_here, start_run, tiny_settings
+from bits import differing, read_csv, refused, round_of, run_here, start_run, tiny_settings
 from processes import REPOSITORY, Mpirun, run_tree
 
-from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_ERROR
+from hpcfl.errors import FINISHED, STORAGE_ERROR
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
@@ -120,11 +119,6 @@ def run_disturbed(folder: Path, settings: list[str], act: Callable[[], object]) 
 
 def code_of(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def round_of(path: Path) -> int:
-    with h5py.File(path, locking=False) as file:
-        return int(file.attrs["round"])
 
 
 def names_of(folder: Path) -> set[str]:
@@ -394,8 +388,7 @@ def test_clocks_and_times_of_files_that_jump(
     assert main(["watch", str(copied)]) == FINISHED
     assert next(jumps) > 3
     assert capfd.readouterr().err == ""
-    with (copied / "metrics.csv").open(newline="") as file:
-        wall_s = [float(row["wall_s"]) for row in csv.DictReader(file)]
+    wall_s = [float(row["wall_s"]) for row in read_csv(copied / "metrics.csv")]
     assert wall_s == sorted(wall_s)
     assert wall_s[-1] < 1000
     assert not differing(undisturbed, copied)
@@ -496,8 +489,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     other = [*settings, "method.name=fedavg", "train.lr=0.01", "train.rounds=1"]
     assert run_here(tmp_path / "other", other) == FINISHED
     shutil.copy(tmp_path / "other" / "checkpoint.h5", copied)
-    assert run_here(copied, settings) == BAD_INPUT
-    error = the_error(capfd)
+    error = refused(capfd, "--quiet", "--out", copied, *settings)
     changed = "method.name: fedavg there, heurpfedla here; train.lr: 0.01 there, 0.05 here"
     assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
     assert error.endswith(f"; restore this run's own checkpoint, {OVER}")
@@ -510,8 +502,7 @@ def test_an_unfinished_run_of_another_version_is_refused(
 ) -> None:
     make_older(copied / "checkpoint.h5")
     before = {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}}
-    assert run_here(copied, settings) == BAD_INPUT
-    assert the_error(capfd) == (
+    assert refused(capfd, "--quiet", "--out", copied, *settings) == (
         f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl (schema 1, "
         f"now {SCHEMA}) and cannot be resumed; finish the run with that version, {OVER}; report, compare, "
         "export and predict can read it"
@@ -525,8 +516,8 @@ def test_a_finished_run_of_an_older_schema_can_be_read(
 ) -> None:
     older = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     make_older(older / "checkpoint.h5")
-    assert run_here(older, settings) == BAD_INPUT
-    assert the_error(capfd).endswith("; report, compare, export and predict can read it")
+    line = refused(capfd, "--quiet", "--out", older, *settings)
+    assert line.endswith("; report, compare, export and predict can read it")
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 7, 7, 1), np.float32))
     for words in (
         ["report", older],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from bits import read_csv, refused
 
 from hpcfl import __version__
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
 from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
@@ -42,11 +42,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run_once
 
 
-def table(folder: Path, name: str) -> Rows:
-    with (folder / name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def column(rows: Rows, name: str) -> list[float]:
     return [float(row[name]) for row in rows]
 
@@ -54,7 +49,7 @@ def column(rows: Rows, name: str) -> list[float]:
 def untimed(folder: Path) -> dict[str, Rows]:
     """Return the CSV files without the columns of seconds."""
     return {
-        name: [{k: v for k, v in row.items() if k not in SECONDS} for row in table(folder, name)]
+        name: [{k: v for k, v in row.items() if k not in SECONDS} for row in read_csv(folder / name)]
         for name in TABLES
     }
 
@@ -67,7 +62,7 @@ def results(folder: Path) -> dict[str, bytes]:
 def test_files_and_columns(run: Callable[..., Path]) -> None:
     folder = run()
     assert {path.name for path in folder.iterdir()} == FILES
-    metrics, clients, moved_bytes = (table(folder, f"{name}.csv") for name in ("metrics", "clients", "bytes"))
+    metrics, clients, moved = (read_csv(folder / f"{name}.csv") for name in ("metrics", "clients", "bytes"))
     assert tuple(metrics[0]) == METRICS
     assert column(metrics, "round") == [1, 2, 3]
     assert sorted(column(metrics, "wall_s")) == column(metrics, "wall_s")
@@ -78,7 +73,7 @@ def test_files_and_columns(run: Callable[..., Path]) -> None:
     assert float(metrics[-1]["loss_mean"]) == np.mean(column(clients, "loss"))
     assert np.allclose(accuracy * samples, np.round(accuracy * samples))
     assert set(np.array(column(clients, "train_samples")) + samples) == {20}
-    assert {row["layer"] for row in moved_bytes} == {"conv1", "conv2", "fc1", "fc2"}
+    assert {row["layer"] for row in moved} == {"conv1", "conv2", "fc1", "fc2"}
     spent = [sum(float(row[name]) for name in SPENT) for row in metrics]
     assert spent == sorted(spent)
     assert spent[0] > 0
@@ -86,7 +81,7 @@ def test_files_and_columns(run: Callable[..., Path]) -> None:
 
 
 def test_the_partition_adds_up_to_the_samples_of_the_clients(run: Callable[..., Path]) -> None:
-    classes, clients = table(run(), "partition.csv"), table(run(), "clients.csv")
+    classes, clients = read_csv(run() / "partition.csv"), read_csv(run() / "clients.csv")
     for name in ("train_samples", "evaluated_samples"):
         of_clients = [sum(int(row[name]) for row in classes if int(row["client"]) == n) for n in range(N)]
         assert of_clients == column(clients, name)
@@ -96,7 +91,7 @@ def test_the_partition_adds_up_to_the_samples_of_the_clients(run: Callable[..., 
 
 def test_evaluations_follow_the_schedule_and_end_with_the_run(run: Callable[..., Path]) -> None:
     folder = run("method.name=fedavg", "run.eval_every=2")
-    assert column(table(folder, "metrics.csv"), "round") == [2, 3]
+    assert column(read_csv(folder / "metrics.csv"), "round") == [2, 3]
 
 
 def test_the_record_describes_the_run_and_can_be_run(run: Callable[..., Path], tmp_path: Path) -> None:
@@ -146,17 +141,6 @@ def test_a_lost_table_of_a_finished_run_comes_back(
     # both were quiet
     assert capsys.readouterr() == ("", "")
     assert f"mean accuracy, round {ROUNDS}" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_rounds_may_grow(
-    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = [*TINY, "--out", str(tmp_path / "run")]
-    assert main([*words, "train.rounds=1"]) == FINISHED
-    assert main(words) == FINISHED
-    assert f"resuming after round 1 of {ROUNDS}" in capsys.readouterr().out
-    assert untimed(tmp_path / "run") == untimed(run())
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["rounds"] == ROUNDS
 
 
 def test_fresh_moves_the_old_folder_aside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -214,11 +198,8 @@ def test_other_help_texts_are_not_resumed(
     monkeypatch.setitem(topics, "with", topics["with"] + " ")
     # there is nothing left to train
     assert main([*words, "train.rounds=2"]) == FINISHED
-    capsys.readouterr()
-    assert main([*words, "train.rounds=3"]) == BAD_INPUT
-    said = capsys.readouterr().err
+    said = refused(capsys, *words, "train.rounds=3")
     assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in said
-    assert said.count("\n") == 1
     assert results(tmp_path / "run") == before
 
 
@@ -237,16 +218,16 @@ def test_a_folder_without_a_checkpoint_starts_at_round_0(
 
 
 def test_models_are_scored_after_the_download_and_after_training(run: Callable[..., Path]) -> None:
-    fedavg = table(run("method.name=fedavg"), "metrics.csv")
+    fedavg = read_csv(run("method.name=fedavg") / "metrics.csv")
     assert column(fedavg, "accuracy_after_download") == column(fedavg, "accuracy_mean")
     assert column(fedavg, "accuracy_after_training") != column(fedavg, "accuracy_mean")
     # with one client, what it trained in a round is what it downloads in the next
-    alone = table(run("method.name=fedavg", "data.clients=1"), "metrics.csv")
+    alone = read_csv(run("method.name=fedavg", "data.clients=1") / "metrics.csv")
     assert column(alone, "accuracy_after_training") == column(alone, "accuracy_after_download")
-    local = table(run("method.name=local"), "metrics.csv")
+    local = read_csv(run("method.name=local") / "metrics.csv")
     assert column(local, "accuracy_after_training") == column(local, "accuracy_mean")
     assert {row["accuracy_after_download"] for row in local} == {"nan"}
-    tuned = table(run("method.name=fedavg", "train.finetune_epochs=1"), "metrics.csv")
+    tuned = read_csv(run("method.name=fedavg", "train.finetune_epochs=1") / "metrics.csv")
     for name in ("accuracy_after_download", "accuracy_after_training"):
         assert column(tuned, name) == column(fedavg, name)
     assert column(tuned, "accuracy_mean") != column(fedavg, "accuracy_mean")
@@ -254,7 +235,7 @@ def test_models_are_scored_after_the_download_and_after_training(run: Callable[.
 
 def test_scores_after_training_are_those_of_the_cohort(run: Callable[..., Path]) -> None:
     folder = run("method.name=fedavg", "train.participation=0.25", "run.seed=1")
-    metrics, clients = table(folder, "metrics.csv"), table(folder, "clients.csv")
+    metrics, clients = read_csv(folder / "metrics.csv"), read_csv(folder / "clients.csv")
     known = [row for row in clients if row["accuracy_after_training"] != "nan"]
     assert len(known) == 1
     assert metrics[-1]["accuracy_after_training"] == known[0]["accuracy_after_training"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import json
 import math
@@ -16,10 +15,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from bits import differing, run_here, run_killed_in_round, tiny_settings
+from bits import differing, read_csv, refused, run_here, run_killed_in_round, tiny_settings
 from processes import run_forked
 
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.storage.trackers import BINS, TRACKERS, Tracker
 
 ROUNDS = 4
@@ -58,13 +57,11 @@ def scalars(found: Any) -> dict[tuple[str, int], float]:
 
 def rows(folder: Path) -> dict[tuple[str, int], float]:
     """Return the numbers of metrics.csv by name and round."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        lines = [{name: float(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
     return {
-        (name, int(line["round"])): value
-        for line in lines
-        for name, value in line.items()
-        if name != "round" and not math.isnan(value)
+        (name, int(line["round"])): float(cell)
+        for line in read_csv(folder / "metrics.csv")
+        for name, cell in line.items()
+        if name != "round" and not math.isnan(float(cell))
     }
 
 
@@ -76,8 +73,7 @@ def test_columns_that_only_some_runs_have_and_a_histogram_of_clients_are_sent_to
     expected, found = rows(tmp_path), reader(tmp_path)
     assert {("accuracy_unseen", 1), ("lost", 1), ("simulated_s", 1)} <= expected.keys()
     assert scalars(found) == pytest.approx(expected, rel=TOLERANCE)
-    with (tmp_path / "clients.csv").open(newline="") as file:
-        accuracy = np.array([float(row["accuracy"]) for row in csv.DictReader(file)][:-UNSEEN])
+    accuracy = np.array([float(row["accuracy"]) for row in read_csv(tmp_path / "clients.csv")][:-UNSEEN])
     last = found.Histograms("accuracy_of_clients")[-1].histogram_value
     assert (last.num, last.min, last.max) == (len(accuracy), accuracy.min(), accuracy.max())
     # a bin that ends at 1 has those at 1 too
@@ -128,8 +124,7 @@ def test_a_missing_package_is_told_before_the_run_and_not_needed_without_the_tra
     for module in [module for module in sys.modules if module.partition(".")[0] == top]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, top, None)
-    assert run_here(tmp_path / "run", [*settings, f"run.tracker={name}"]) == BAD_INPUT
-    (error,) = capfd.readouterr().err.splitlines()
+    error = refused(capfd, *settings, f"run.tracker={name}", "--out", tmp_path / "run")
     assert error.startswith(f"hpcfl: error: run.tracker={name} needs the package {package}")
     assert f"pip install {package}" in error
     assert not (tmp_path / "run").exists()

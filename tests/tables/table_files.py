@@ -1,8 +1,7 @@
-"""Table files that cannot be read, and the CSV files beside tables and runs."""
+"""Table files that cannot be read."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,6 @@ import pytest
 
 from hpcfl.errors import UserError
 from hpcfl.tables.cells import Table
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def refused(path: Path, overrides: Sequence[str] = (), **more: Any) -> str:

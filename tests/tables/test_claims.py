@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from table_files import write_csv
+from bits import refused, write_csv
 
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.formatting import as_text
 from hpcfl.main import main
 from hpcfl.tables.claims import document, overview, read_claims
@@ -258,16 +258,13 @@ def test_a_claim_on_what_is_not_there_is_told_in_a_line(
         read_claims(path)
     assert str(path) in str(error.value)
     assert said in str(error.value)
-    assert main(["claims", str(path)]) == BAD_INPUT
-    assert capsys.readouterr().err.count("\n") == 1
+    refused(capsys, "claims", path)
 
 
 def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder.said()
-    assert main(["claims", str(path)]) == BAD_INPUT
-    assert "none of its tables has results; make them with hpcfl table" in capsys.readouterr().err
+    assert "none of its tables has results; make them with hpcfl table" in refused(capsys, "claims", path)
     monkeypatch.chdir(folder.claims)
-    assert main(["claims"]) == BAD_INPUT
-    assert "there is no claims file in configs/claims" in capsys.readouterr().err
+    assert "there is no claims file in configs/claims" in refused(capsys, "claims")

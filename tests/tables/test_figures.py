@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 import torch
 import yaml
-from table_files import read_csv, write_csv
+from bits import read_csv, write_csv
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main

@@ -19,9 +19,8 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from bits import differing, run_here, tiny_settings, write_digits
+from bits import differing, read_csv, refused, run_here, tiny_settings
 from processes import REPOSITORY, Mpirun, forked
-from table_files import read_csv
 
 from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError, UserError
@@ -64,12 +63,11 @@ SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def words(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the table and the settings of all its cells."""
     folder = tmp_path_factory.mktemp("words")
-    write_digits(folder / "digits.npz")
     (folder / "two.yaml").write_text(TABLE)
-    return [str(folder / "two.yaml"), *tiny_settings(folder / "digits.npz")]
+    return [str(folder / "two.yaml"), *tiny_settings(digits)]
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +130,6 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 PARTS_LEFT = "when all parts have ended, repeat the command without --part: it runs what is still missing"
-
-
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
-    """Return the one line with which a command is refused."""
-    capsys.readouterr()
-    assert table(folder, *words) == BAD_INPUT
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("hpcfl: error: ")
-    assert (err.endswith("\n"), err.count("\n")) == (True, 1)
-    return err
 
 
 # What the cells are, and the table
@@ -379,7 +366,7 @@ def test_without_any_column_with_data_it_is_an_error(
 ) -> None:
     words, _ = of_two
     for more in ([], ["--plan"], ["--part", "2/2"]):
-        message = refused(capsys, tmp_path / "out", *words, "--column", "photos", *more)
+        message = refused(capsys, "table", *words, "--column", "photos", *more, "--out", tmp_path / "out")
         assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
 
 
@@ -388,7 +375,9 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
 ) -> None:
     words, file = of_two
     folder = tmp_path / "out"
-    assert "would replace cifar10, digits in all columns" in refused(capsys, folder, *words, *file)
+    assert "would replace cifar10, digits in all columns" in refused(
+        capsys, "table", *words, *file, "--out", folder
+    )
     assert table(folder, *words, *file, "--column", "photos", "--quiet") == FINISHED
     data = yaml.safe_load((folder / "photos-all" / "local-s1" / "config.yaml").read_text())["data"]
     assert (data["source"], data["path"]) == ("npz", file[1].partition("=")[2])
@@ -411,7 +400,7 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
     assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["2", "2"]
     # another file is another run
     other = [file[0], f"{file[1]}.other", *file[2:]]
-    assert "data.path" in refused(capsys, folder, *words, *other, "--column", "photos")
+    assert "data.path" in refused(capsys, "table", *words, *other, "--column", "photos", "--out", folder)
 
 
 # Going on
@@ -615,7 +604,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
     before = files(copied)
     for part in ("1/2", "2/2"):
-        message = refused(capsys, copied, str(changed), *words[1:], "--part", part)
+        message = refused(capsys, "table", str(changed), *words[1:], "--part", part, "--out", copied)
         assert f"{changed}, row 2 (HeurpFedLA, k = 2), seed 0: {copied}" in message
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
@@ -662,7 +651,7 @@ def test_a_mistake_is_told_before_anything_starts(
     assert TABLE.count(old) == 1
     path = tmp_path / "mistaken.yaml"
     path.write_text(TABLE.replace(old, new))
-    message = refused(capsys, tmp_path / "out", str(path), *words[1:])
+    message = refused(capsys, "table", str(path), *words[1:], "--out", tmp_path / "out")
     assert str(path) in message
     assert said in message
     assert list(tmp_path.iterdir()) == [path]
@@ -690,13 +679,15 @@ def test_a_mistake_is_told_before_anything_starts(
 def test_a_mistake_on_the_command_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
-    assert said in refused(capsys, tmp_path / "out", *words, *more)
+    assert said in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give a table file, such as configs/tables/" in refused(capsys, tmp_path / "out", "train.lr=1")
-    assert "no_such.yaml: No such file" in refused(capsys, tmp_path / "out", "no_such.yaml")
+    assert "give a table file, such as configs/tables/" in refused(
+        capsys, "table", "train.lr=1", "--out", tmp_path / "out"
+    )
+    assert "no_such.yaml: No such file" in refused(capsys, "table", "no_such.yaml", "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -706,7 +697,9 @@ def test_a_cell_that_something_else_lies_in_is_refused(
     (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
     (tmp_path / "out" / "fedavg-s1" / "draft.txt").write_text("Dear")
     for fresh in ([], ["--fresh"]):
-        assert "exists but is not a run folder" in refused(capsys, tmp_path / "out", *words, *fresh)
+        assert "exists but is not a run folder" in refused(
+            capsys, "table", *words, *fresh, "--out", tmp_path / "out"
+        )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["fedavg-s1"]
 
 

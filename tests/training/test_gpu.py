@@ -16,13 +16,20 @@ import h5py
 import pytest
 import torch
 import yaml
-from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings
+from bits import (
+    DIFFERENT,
+    MEETS_ALL_SOON,
+    VARIANTS,
+    method_settings,
+    run_here,
+    run_until_time_is_up,
+    tiny_settings,
+)
 from harness import SMALL, Run
 from processes import Mpirun, run_tree
 
 from hpcfl.errors import FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.main import main
-from hpcfl.simulation.round_loop import Simulation
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 
@@ -144,9 +151,7 @@ def test_a_run_is_resumed(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     keys = [*settings, "method.name=ditto", f"run.engine={engine}", "run.device=cuda"]
     assert run_here(tmp_path / "whole", keys) == FINISHED
-    with monkeypatch.context() as first:
-        first.setattr(Simulation, "_must_stop", lambda _: True)
-        assert run_here(tmp_path / "stopped", keys) == STOPPED
+    assert run_until_time_is_up(tmp_path / "stopped", keys) == STOPPED
     assert run_here(tmp_path / "stopped", keys) == FINISHED
     found = []
     for name in ("whole", "stopped"):

@@ -173,26 +173,3 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
     words = [f"method.name={method}", f"train.{key}={value}".replace("'", "")]
     with pytest.raises(UserError, match=rf"^train\.{key}=.* does not go with .*{method}, wh.*; allowed: "):
         Run(*words, "train.rounds=1")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        (["beta1=0.5"], r"train\.beta1=0\.5 needs train\.optimiser=adam or adamw; set that, or"),
-        (["lr_decay_rounds=[3]"], r"train\.lr_decay_rounds=\[3\] needs train\.lr_decay below 1; set that"),
-        (["lr_end=0.01", "lr_decay=0.9"], r"train\.lr_end=0\.01 needs train\.lr_decay=1; set that, or"),
-        (["lr_end=0.1"], r"train\.lr_end=0\.1 needs a train\.lr that is not below it; set that, or"),
-        (
-            ["label_smoothing=1"],
-            r"train\.label_smoothing=1 is invalid; allowed: null or a number >= 0 and < 1",
-        ),
-        (["augment=[turn]"], r"train\.augment=.*turn.* is invalid; allowed: null or a list .* crop, flip"),
-        (["clip=0"], r"train\.clip=0 is invalid; allowed: null or a number > 0"),
-        (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
-        (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
-    ],
-)
-def test_keys_that_do_nothing_or_contradict_are_refused(keys: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        load_config(None, ["method.name=fedavg", *(f"train.{key}" for key in keys)])

@@ -13,7 +13,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from bits import DIFFERENT, MEETS_ALL_SOON, VARIANTS, contents, method_settings, run_here, tiny_settings
+from bits import (
+    DIFFERENT,
+    MEETS_ALL_SOON,
+    VARIANTS,
+    contents,
+    method_settings,
+    run_here,
+    run_until_time_is_up,
+    tiny_settings,
+)
 from harness import Run, make_network, make_place, spread
 from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
 from torch import Tensor
@@ -275,9 +284,7 @@ def test_a_run_that_is_resumed_there_has_the_bits_of_a_run_here(
         on_cpu.setattr(Communicator, "device", lambda *_: CPU)
         assert run_here(tmp_path / "here", keys) == FINISHED
     with marked_device() as marked:
-        with monkeypatch.context() as first:
-            first.setattr(Simulation, "_must_stop", lambda _: True)
-            assert run_here(tmp_path / "there", [*keys, "run.state=host"]) == STOPPED
+        assert run_until_time_is_up(tmp_path / "there", [*keys, "run.state=host"]) == STOPPED
         assert run_here(tmp_path / "there", [*keys, "run.state=device"]) == FINISHED
     assert marked.operators.total() > 1000
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
