@@ -91,7 +91,7 @@ MISTAKES = [
     (["list", "keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
     (["list", "keys", "train.round"], "did you mean train.rounds?"),
     (["list", "keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
-    (["watch", "none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
+    (["watch", "none"], "none is not a run folder: No such file or directory: none/config.yaml; name one that"),
     (["watch"], "the following arguments are required: RUN; see hpcfl watch --help"),
     (["bench", "--parts", "speed"], "has 'speed'; allowed: start, steps, engines, rounds, methods, nodes"),
     (["bench", "--parts", "nodes"], "needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes"),
@@ -101,7 +101,7 @@ MISTAKES = [
     (["plan", "--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
     (
         ["plan", "--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
-        "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
+        "--time 00:00:30 is shorter than the start of a job (10 s) and the 120 s before its end at which "
         "the run gets its stop signal; give --time 00:03:00 or more",
     ),
     (
