@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hpcfl.config.key_errors import shown
 from hpcfl.config.keys import PrivacyUnit, TrainConfig
-from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.buffers import Buffers
 from hpcfl.methods.context import Context

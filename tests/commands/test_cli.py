@@ -91,7 +91,10 @@ MISTAKES = [
     (["list", "keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
     (["list", "keys", "train.round"], "did you mean train.rounds?"),
     (["list", "keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
-    (["watch", "none"], "none is not a run folder: No such file or directory: none/config.yaml; name one that"),
+    (
+        ["watch", "none"],
+        "none is not a run folder: No such file or directory: none/config.yaml; name one that",
+    ),
     (["watch"], "the following arguments are required: RUN; see hpcfl watch --help"),
     (["bench", "--parts", "speed"], "has 'speed'; allowed: start, steps, engines, rounds, methods, nodes"),
     (["bench", "--parts", "nodes"], "needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes"),

@@ -28,7 +28,7 @@ from hpcfl.simulation.clock import Clock
 from hpcfl.simulation.sampling import Sampler, drawn_by_size, is_dropped, of_highest_loss
 from hpcfl.storage.ledger import Ledger
 from hpcfl.training.client_group import ClientGroup
-from hpcfl.training.work import Work
+from hpcfl.training.local_work import Work
 
 DROPS_ALL = "clients.drop_rate=0.999999"
 
