@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.methods.fedbn import FedBN
 from hpcfl.results.run import Run
 from hpcfl.training.client_group import ClientGroup
 
@@ -34,6 +37,14 @@ class Halved(FedAvg):
         return Message(per_client={"theta": (trained["theta"] + down["theta"]) / 2})
 
 
+class Noisy(FedBN):
+    """FedBN that calls a library, which warns at each call."""
+
+    def train(self, clients: ClientGroup, down: Message) -> Message:
+        warnings.warn("of a library: in\n  two lines", stacklevel=1)
+        return super().train(clients, down)
+
+
 @pytest.fixture(autouse=True)
 def registries() -> Iterator[None]:
     """Take out what a test has entered."""
@@ -44,9 +55,9 @@ def registries() -> Iterator[None]:
         known.update(before)  # type: ignore[arg-type]
     api._added.clear()
     api._added.update(added)
-    for name in ("name", "summary"):
-        if name in vars(Halved):
-            delattr(Halved, name)
+    for kind in (Halved, Noisy):
+        for name in {"name", "summary"} & vars(kind).keys():
+            delattr(kind, name)
 
 
 def run(*settings: Any, **options: Any) -> Run:
@@ -76,6 +87,32 @@ def test_a_class_is_a_method_and_its_run_is_resumed(tmp_path: Path) -> None:
     plain = run("train.rounds=4", method="fedavg", out=tmp_path / "plain")
     assert list(plain.metrics["loss_mean"]) != list(whole.metrics["loss_mean"])
     assert set(longer.model(0)) == set(plain.model(0))
+
+
+@pytest.mark.filterwarnings("always:of a library")
+def test_warnings_go_to_the_caller_s_logging_and_else_are_printed_once_a_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, library = "model.name=digits_cnn has no BatchNorm, so fedbn is fedavg here", "of a library: in"
+    for name in ("routed", "printed", "printed again"):
+        caplog.clear()
+        run(method=Noisy, out=tmp_path / name)
+        told = capsys.readouterr().err.splitlines()
+        log = (tmp_path / name / "log.txt").read_text()
+        assert [log.count(f" warning: {text}") for text in (own, library)] == [1, 1]
+        if name == "routed":
+            assert told == []
+            assert [record.name for record in caplog.records[:2]] == ["hpcfl.methods.fedbn", "py.warnings"]
+        else:
+            assert [line.partition("; model.")[0] for line in told] == [
+                f"hpcfl: warning: {own}",
+                f"hpcfl: warning: {library}   two lines",
+            ]
+        # as without the handlers of pytest
+        monkeypatch.setattr(logging.getLogger("hpcfl"), "propagate", False)
 
 
 @pytest.mark.parametrize("has_channels", [True, False])

@@ -8,7 +8,7 @@ from functools import cache, partial
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import config_of, run
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.network import Network, measured
+from hpcfl.communication.interconnect import Interconnect, measured
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.setup.experiment import load_data, make_method
@@ -47,7 +47,7 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
 
 
 def _timed(
-    world: Communicator, network: Network, rounds: int, method: str, workers: int, shares: int
+    world: Communicator, network: Interconnect, rounds: int, method: str, workers: int, shares: int
 ) -> Timed | None:
     """Time rounds on some workers, with as many clients as `shares` workers have; beside what a plan says.
 

@@ -15,7 +15,7 @@ import torch
 from hpcfl.checks.findings import Findings
 from hpcfl.checks.nodes import place
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.network import measured
+from hpcfl.communication.interconnect import measured
 from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds

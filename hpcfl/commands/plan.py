@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
+from hpcfl.communication.interconnect import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Interconnect, measured
 from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
@@ -52,7 +52,7 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = parser().parse_intermixed_args(list(arguments))
     is_measured = world.size > 1 and not options.no_timing
-    network = measured(world) if is_measured else Network(len(os.sched_getaffinity(0)))
+    network = measured(world) if is_measured else Interconnect(len(os.sched_getaffinity(0)))
     if not world.is_server:
         return
     network = replace(network, ranks_per_node=options.ranks_per_node or network.ranks_per_node)
@@ -75,7 +75,7 @@ def parser() -> Parser:
     return parser
 
 
-def _print_plan(config: Config, ranks: int, network: Network, options: Namespace) -> None:
+def _print_plan(config: Config, ranks: int, network: Interconnect, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
@@ -181,7 +181,7 @@ def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estim
     )
 
 
-def _network(network: Network) -> str:
+def _network(network: Interconnect) -> str:
     """Return the measured and assumed properties of the network."""
     rates = {"between nodes": network.link_bytes_a_s, "within one": network.node_bytes_a_s}
     found = [f"{readable_bytes(rate)}/s {where}" for where, rate in rates.items() if rate is not None]

@@ -16,8 +16,8 @@ from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 
+from hpcfl.config.key_errors import kind_in_words, shown, values_of
 from hpcfl.config.keys import COMMON, Settings
-from hpcfl.config.messages import kind_in_words, shown, values_of
 from hpcfl.config.registry import DEFAULT_METHOD, DEFAULT_SOURCE
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS, Method

@@ -29,11 +29,11 @@ def started_world(prints_warnings: bool = True) -> Iterator[Communicator]:
     """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
     world = open_world()
     with abort_on_exception(world), ExitStack() as at_exit:
-        if prints_warnings and world.is_server:
-            at_exit.enter_context(handled_by(TERMINAL))
         if not world.is_server:
             at_exit.enter_context(silenced())
             at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
+        elif prints_warnings:
+            at_exit.enter_context(handled_by(TERMINAL))
         yield world
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
+from hpcfl.config.key_errors import allowed, one_of, shown, unknown_key
 from hpcfl.config.keys import (
     COMMON,
     GROUPS,
@@ -26,7 +27,6 @@ from hpcfl.config.keys import (
     TrainConfig,
     flatten,
 )
-from hpcfl.config.messages import allowed, one_of, shown, unknown_key
 from hpcfl.config.own_code import allow, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml

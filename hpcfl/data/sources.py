@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hpcfl.config.key_errors import one_of
 from hpcfl.config.keys import DataConfig
-from hpcfl.config.messages import one_of
 from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of

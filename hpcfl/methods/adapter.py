@@ -29,6 +29,10 @@ class MethodAdapter:
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
                 "it from make_network"
             )
+        self._scores_theta = (
+            method.traits.eval_after == "download"
+            and type(method).model_after_training is Method.model_after_training
+        )
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
         context = method.context
         self._private = PrivateUploads(
@@ -95,6 +99,11 @@ class MethodAdapter:
         """Train a group and return its upload."""
         down = self.method.buffers.receive(clients, down)
         up = self._rows("train", self.method.train(clients, down), len(clients))
+        if self._scores_theta and "theta" not in up:
+            raise TypeError(
+                f"{type(self.method).__name__}.train uploads no theta: override model_after_training to "
+                "return the trained models, or Message() if there are none"
+            )
         self.method.buffers.keep(clients, up)
         return up
 

@@ -162,15 +162,10 @@ class Method:
 
         Default: the evaluated models if `eval_after` is "training", else the upload's `theta`. A
         method that uploads anything but the trained model, such as a difference, overrides this hook. The
-        clients' state cannot be written here. Raises TypeError if there is no `theta`.
+        clients' state cannot be written here.
         """
         if self.traits.eval_after == "training":
             return self.eval_model(clients, down)
-        if "theta" not in up:
-            raise TypeError(
-                f"{type(self).__name__}.train uploads no theta: override model_after_training to return "
-                "the trained models, or Message() if there are none"
-            )
         return Message(per_client={"theta": up["theta"]})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hpcfl.config.key_errors import shown
 from hpcfl.config.keys import PrivacyUnit, TrainConfig
-from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.buffers import Buffers
 from hpcfl.methods.context import Context
@@ -17,17 +17,32 @@ from hpcfl.methods.traits import Traits
 from hpcfl.parameters import Layer
 
 RENAMED = {
-    **{"scored": "eval_download", "personalised": "eval_model", "network_of": "as_module"},
-    **{"received": "model_after_download", "trained": "model_after_training", "chain": "sequential"},
-    **{"welcome": "new_client_download", "adapt": "new_client_model", "private": "privacy_units"},
-    **{"history": "server_diagnostics", "client_history": "client_diagnostics"},
-    **dict.fromkeys(("history_axes", "pictures", "entry_names"), "diagnostics"),
-    **{"negotiates": "needs_request", "request": "client_request", "supply": "server_response"},
-    **{"scored_moment": "traits.eval_after", "buffer_policies": "traits.buffers"},
-    **{"schedule_uses_rounds": "traits.uses_total_rounds", "leave_out": "clients.handover"},
     **{name: f"traits.{name}" for name in Traits.__dataclass_fields__},
-    **dict.fromkeys(("server_buffers", "num_models"), "buffers.of_models"),
-    **dict.fromkeys(("download_buffers", "mean_of_buffers"), "traits.averages_own_buffers"),
+    "scored": "eval_download",
+    "personalised": "eval_model",
+    "received": "model_after_download",
+    "trained": "model_after_training",
+    "welcome": "new_client_download",
+    "adapt": "new_client_model",
+    "network_of": "as_module",
+    "negotiates": "needs_request",
+    "request": "client_request",
+    "supply": "server_response",
+    "history": "server_diagnostics",
+    "client_history": "client_diagnostics",
+    "history_axes": "diagnostics",
+    "pictures": "diagnostics",
+    "entry_names": "diagnostics",
+    "chain": "sequential",
+    "leave_out": "clients.handover",
+    "private": "privacy_units",
+    "scored_moment": "traits.eval_after",
+    "buffer_policies": "traits.buffers",
+    "schedule_uses_rounds": "traits.uses_total_rounds",
+    "mean_of_buffers": "traits.averages_own_buffers",
+    "download_buffers": "traits.averages_own_buffers",
+    "server_buffers": "buffers.of_models",
+    "num_models": "buffers.of_models",
     "fixed_buffers": "buffers.keeping_averages",
 }
 """Present names of members that a class may still have by their earlier names; they would have no effect."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.interconnect import Load
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.network import Load
 from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
@@ -31,7 +31,7 @@ from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress, silenced
 from hpcfl.training.client_group import ClientGroup
-from hpcfl.training.work import Work
+from hpcfl.training.local_work import Work
 
 CLIENTS, CLIENTS_TOGETHER = 4, 32
 """Largest number of clients of a round: with the loop engine, and with the batched engine."""

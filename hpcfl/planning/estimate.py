@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcfl.communication.communicator import shard_of
-from hpcfl.communication.network import Load, Network
+from hpcfl.communication.interconnect import Interconnect, Load
 from hpcfl.config.keys import RunConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
@@ -23,7 +23,7 @@ from hpcfl.setup.experiment import is_batched
 from hpcfl.simulation.migration import assign_workers
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import notice_s
-from hpcfl.training.work import Work
+from hpcfl.training.local_work import Work
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
@@ -79,7 +79,7 @@ class Planner:
         method: Method,
         parts: Sequence[ClientIndices],
         measured: DryRun,
-        network: Network,
+        network: Interconnect,
     ) -> None:
         self.network = network
         self._run, self._method, self._measured = run, method, measured

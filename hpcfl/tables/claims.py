@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from hpcfl.config.key_errors import FileKeys, validate_file
 from hpcfl.config.load import read_yaml
-from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent
 from hpcfl.results.statistics import interval

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from hpcfl.formatting import percent
 from hpcfl.tables.accuracies import Result
 from hpcfl.tables.cells import Table, axes_by_diagnostic
-from hpcfl.tables.diagnostics import History, evaluations
+from hpcfl.tables.diagnostics_csv import History, evaluations
 from hpcfl.tables.file import Bars, Curves, Drawing, HeatMaps
 
 WITHOUT_CLOCK_AND_VERSION: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, StrictStr
 
+from hpcfl.config.key_errors import FileKeys, validate_file
 from hpcfl.config.keys import GROUPS
 from hpcfl.config.load import read_yaml
-from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.config.registry import DEFAULT_METHOD
 from hpcfl.errors import UserError, printable
 from hpcfl.formatting import did_you_mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpcfl.communication.network import Network
+from hpcfl.communication.interconnect import Interconnect
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import read_source
@@ -64,7 +64,7 @@ def plan(table: Table) -> Document:
         left = 0.0
         if finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
-            planner = Planner(cell.config.run, method, parts, measured, Network(1))
+            planner = Planner(cell.config.run, method, parts, measured, Interconnect(1))
             missing = missing or missing_gpu(cell.config.run, measured)
             left = (len(cells) - finished) * planner.on(1).total_s / 3600
         numbers = (len(cells), finished, cell.config.train.rounds)

@@ -15,7 +15,7 @@ from hpcfl.storage.atomic import csv_text, replace_file
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
-from hpcfl.tables.diagnostics import diagnostics, read_histories
+from hpcfl.tables.diagnostics_csv import diagnostics, read_histories
 from hpcfl.tables.display import document
 
 MAX_CLIENT_LINES = 20_000

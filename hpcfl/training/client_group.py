@@ -21,12 +21,12 @@ from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, same_size_groups
-from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
+from hpcfl.training.local_work import Work
 from hpcfl.training.losses import Loss
+from hpcfl.training.optimiser import Descent, Trained
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
-from hpcfl.training.work import Work
 
 _Planned = tuple[list[int], list[Tensor]]
 """A planned mini-batch: its clients' positions in the group, and the sample indices of each."""

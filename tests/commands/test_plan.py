@@ -16,7 +16,7 @@ from bits import DIFFERENT, method_settings, read_csv, refused, run_here, tiny_s
 from harness import Run
 from processes import REPOSITORY, Mpirun
 
-from hpcfl.communication.network import Load, Network, bytes_at_rank_0
+from hpcfl.communication.interconnect import Interconnect, Load, bytes_at_rank_0
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
@@ -288,11 +288,11 @@ KNOWN = DryRun(
     has_diverged=False,
 )
 """What a dry run may have measured."""
-NETWORK = Network(10**9, latency_s=1e-3, node_bytes_a_s=1e9)
+NETWORK = Interconnect(10**9, latency_s=1e-3, node_bytes_a_s=1e9)
 """All ranks on one node."""
 
 
-def planner_of(words: list[str], dry: DryRun = KNOWN, network: Network = NETWORK) -> Planner:
+def planner_of(words: list[str], dry: DryRun = KNOWN, network: Interconnect = NETWORK) -> Planner:
     config = load_config(None, [*words, "run.device=cpu"])
     arrays, parts = load_data(config)
     return Planner(config.run, make_method(config, arrays, parts), parts, dry, network)
@@ -348,7 +348,7 @@ def test_bytes_of_rank_0_by_ranks_and_nodes(
 ) -> None:
     load = Load(common=100, rows=60)
     assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
-    network = Network(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
+    network = Interconnect(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
     assert network.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
     assert network.seconds(2, load, 1) == 0
 
@@ -356,7 +356,7 @@ def test_bytes_of_rank_0_by_ranks_and_nodes(
 def test_what_takes_most_of_a_round_limits_it() -> None:
     def limits(batch_s: float, bytes_a_s: float) -> list[str]:
         words = ["method.name=fedavg", "data.clients=6", "data.per_client=80"]
-        network = Network(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
+        network = Interconnect(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
         planner = planner_of(words, replace(KNOWN, batch_s=batch_s), network)
         return [planner.on(ranks).limit for ranks in (1, 4, 8)]
 

@@ -23,7 +23,7 @@ from hpcfl.communication.communicator import (
     open_world,
     run_collectively,
 )
-from hpcfl.communication.network import measured
+from hpcfl.communication.interconnect import measured
 from hpcfl.errors import MAX_CHARACTERS, StorageError, UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)

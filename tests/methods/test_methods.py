@@ -709,10 +709,11 @@ def test_an_evaluation_cannot_write_the_state_of_clients() -> None:
 def test_an_upload_without_a_model_says_what_is_missing() -> None:
     class Updates(FedAvg):
         def train(self, clients: ClientGroup, down: Message) -> Message:
+            assert clients.round == 0
             return Message(per_client={"update": clients.sgd(down["theta"]).theta - down["theta"]})
 
     with pytest.raises(TypeError, match=r"Updates\.train uploads no theta: override model_after_training"):
-        Run("method.name=fedavg", "train.rounds=1", kind=Updates)
+        Run("method.name=fedavg", kind=Updates)
 
 
 def test_a_codec_sends_differences_of_what_a_method_names_alone() -> None:

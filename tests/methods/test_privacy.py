@@ -202,7 +202,7 @@ def test_every_method_keeps_the_promise_or_refuses_it(
 
         with monkeypatch.context() as patch:
             if unit == "sample":
-                patch.setattr(ClientGroup, "gradient", fail)
+                patch.setattr(ClientGroup, "_buffers_of", fail)
             return train(self, clients, down)
 
     monkeypatch.setattr(MethodAdapter, "sent", spied)

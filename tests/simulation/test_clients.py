@@ -28,7 +28,7 @@ from hpcfl.simulation.clock import Clock
 from hpcfl.simulation.sampling import Sampler, drawn_by_size, is_dropped, of_highest_loss
 from hpcfl.storage.ledger import Ledger
 from hpcfl.training.client_group import ClientGroup
-from hpcfl.training.work import Work
+from hpcfl.training.local_work import Work
 
 DROPS_ALL = "clients.drop_rate=0.999999"
 
@@ -79,7 +79,7 @@ def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -
     assert all(len(set(draw)) == 2 for draw in draws)
     network = MODELS["mlp"].options.model_validate({"hidden": [2]})
     train, by_size = TrainConfig(participation=0.5), ClientsConfig(sampling="size")
-    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train, 5, clients=by_size)
+    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train=train, seed=5, clients=by_size)
     assert Sampler(context).clients(7) == sorted(draws[7])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcfl.tables.diagnostics import _summary
+from hpcfl.tables.diagnostics_csv import _summary
 
 COMMON = np.array([[2, 1, 0], [1, 2, 1], [0, 1, 2]])
 """Classes that three clients have in common; each has two."""

@@ -21,7 +21,7 @@ from hpcfl.results.statistics import interval, mean_and_deviation, paired_differ
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.diagnostics import History
+from hpcfl.tables.diagnostics_csv import History
 from hpcfl.tables.drawing import draw
 from hpcfl.tables.file import QUANTITIES, Curves
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results

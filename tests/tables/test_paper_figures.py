@@ -26,7 +26,7 @@ from hpcfl.methods import pfedla
 from hpcfl.tables import drawing
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Table
-from hpcfl.tables.diagnostics import evaluations, read_histories
+from hpcfl.tables.diagnostics_csv import evaluations, read_histories
 from hpcfl.tables.write_results import write_from_histories
 
 TABLES = REPOSITORY / "configs" / "tables"

@@ -26,7 +26,7 @@ TURNS = 3
 
 
 @dataclass(frozen=True)
-class Network:
+class Interconnect:
     """Measured properties of the ranks' network; None: not measured."""
 
     ranks_per_node: int
@@ -72,17 +72,17 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
     return in_node, over_link
 
 
-def measured(world: Communicator) -> Network:
+def measured(world: Communicator) -> Interconnect:
     """Measure the network between rank 0 and the workers; only rank 0's result is valid. Collective."""
     # host names may be equal
     nodes = world.all_gather(min(world.ranks_of_node()))
     per_node = max(Counter(nodes).values())
     if world.size == 1:
-        return Network(per_node)
+        return Interconnect(per_node)
     near = [rank - 1 for rank in range(1, world.size) if nodes[rank] == nodes[0]]
     far = [rank - 1 for rank in range(1, world.size) if nodes[rank] != nodes[0]]
     latency_s = fastest_s(world, lambda: round_trip(world, range(world.num_workers), 1)) / 2
-    return Network(per_node, latency_s, _rate(world, near, latency_s), _rate(world, far, latency_s))
+    return Interconnect(per_node, latency_s, _rate(world, near, latency_s), _rate(world, far, latency_s))
 
 
 def _rate(world: Communicator, workers: Sequence[int], latency_s: float) -> float | None:
