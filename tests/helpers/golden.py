@@ -9,6 +9,7 @@ A number in golden.json holds on every machine, within the tolerances of methods
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -22,16 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bits import (
-    MEETS_ALL_SOON,
-    VARIANTS,
-    contents,
-    method_settings,
-    read_csv,
-    run_here,
-    tiny_settings,
-    write_digits,
-)
+from bits import MEETS_ALL_SOON, VARIANTS, contents, method_settings, run_here, tiny_settings, write_digits
 
 from hpcfl.data.partition_request import Request, Split
 from hpcfl.data.partitions import PARTITIONS, class_sizes, class_table, partition, partition_given
@@ -73,7 +65,8 @@ def run_case(case: str, folder: Path, *more: str) -> None:
 
 def numbers_of(folder: Path) -> dict[str, list[float]]:
     """Return a run's loss, accuracy and bytes after each round."""
-    rows = read_csv(folder / "metrics.csv")
+    with (folder / "metrics.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
     found: dict[str, list[float]] = {
         name: [float(f"{float(row[name]):.6g}") for row in rows] for name in NUMBERS
     }
