@@ -23,9 +23,9 @@ ROOMS = [
     ["simulation"],
     ["terminal"],
     ["setup"],
-    ["storage"],
     ["registries"],
     ["methods"],
+    ["storage"],
     ["privacy", "training"],
     ["communication", "data", "models"],
     ["parameters", "samples", "torchvision_parts"],
@@ -83,6 +83,15 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     names = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in FILES}
     # raises CycleError, which names the files
     TopologicalSorter({name: names.keys() & set(imported(path)) for name, path in names.items()}).prepare()
+
+
+def test_a_whole_config_ends_in_set_up_and_in_the_run_folder() -> None:
+    """Below set-up, and in rounds, functions take the group of keys that they use."""
+    below = {room for room, level in LEVEL.items() if level > LEVEL["setup"]}
+    rooms = below - {"config", "registries"} | {"simulation"}
+    takers = [path for path in FILES if "hpcfl.config.keys.Config" in imported(path)]
+    found = [str(path.relative_to(PACKAGE)) for path in takers if room_of(path) in rooms]
+    assert found == ["storage/runfolder.py"]
 
 
 @pytest.mark.parametrize("library", DOORS)

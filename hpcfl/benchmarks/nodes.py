@@ -9,7 +9,6 @@ from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import config_of, run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import Network, measured
-from hpcfl.config.keys import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.setup.experiment import load_data, make_method
@@ -62,17 +61,18 @@ def _timed(
         "run": {"device": "cpu", "eval_every": rounds + 1, "checkpoint_every": rounds + 1},
     }
     config = config_of(settings)
-    plan = run_collectively(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
+
+    def planned() -> Estimate | None:
+        if not world.is_server:
+            return None
+        arrays, parts = load_data(config)
+        method = make_method(config, arrays, parts)
+        return Planner(config.run, method, parts, dry_run(config, arrays, parts), network).on(workers + 1)
+
+    plan = run_collectively(world, planned)
     with world.part(workers + 1) as part:
         timing = run_collectively(world, lambda: run(part, config) if part else Timing())
     return None if plan is None else (timing, plan)
-
-
-def _plan(config: Config, network: Network, ranks: int) -> Estimate:
-    """Return what a plan says of a run on so many ranks."""
-    arrays, parts = load_data(config)
-    method = make_method(config, arrays, parts)
-    return Planner(config.run, method, parts, dry_run(config, arrays, parts), network).on(ranks)
 
 
 def _fastest(timing: Timing) -> tuple[int, float]:

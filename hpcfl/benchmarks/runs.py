@@ -141,8 +141,8 @@ def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> 
         made = at_exit.enter_context(tempfile.TemporaryDirectory(prefix=".hpcfl-bench-", dir="."))
     except OSError as error:
         raise UserError(f"cannot write here: {error.strerror}; go to a folder that can be written") from error
-    folder = RunFolder(Path(made) / "run", config)
-    folder.open(False, layout, [], at_exit)
+    folder = RunFolder(Path(made) / "run", config, uses_total_rounds=True)
+    folder.open(False, layout, at_exit, {})
     return folder
 
 

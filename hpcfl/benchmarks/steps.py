@@ -94,7 +94,7 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
 def context_of(num_clients: int, timed: Timed = LENET) -> Context:
     """Return a run's context with so many clients of TRAIN_SAMPLES samples."""
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
-    return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, TRAIN, 0)
+    return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, train=TRAIN, seed=0)
 
 
 def _epoch(
@@ -113,7 +113,7 @@ def _epoch(
         for start in range(0, len(theta), engine.clients_at_once):
             group = slice(start, start + engine.clients_at_once)
             clients = ClientGroup(worker, worker.clients[group], 0)
-            clients.buffers = buffers[group].clone()
+            clients.replace_buffers(buffers[group].clone())
             clients.sgd(theta[group])
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hpcfl.checks.findings import Findings, ranges
 from hpcfl.checks.nodes import Facts, by_node, compare_nodes, node_facts, place
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import RunConfig
 from hpcfl.formatting import aligned, clock, readable_bytes
 from hpcfl.machine import free_bytes
 
@@ -17,9 +17,9 @@ PACKAGES = ("torch", "numpy", "h5py", "mpi4py")
 LITTLE_TIME_S = 600
 
 
-def check_ranks(world: Communicator, config: Config, found: Findings) -> None:
+def check_ranks(world: Communicator, run: RunConfig, found: Findings) -> None:
     """Print a table of the ranks, and find what does not fit. Collective."""
-    is_cpu = config.run.device == "cpu"
+    is_cpu = run.device == "cpu"
     own = {
         "is_worker": world.is_worker,
         "device": str(world.device("cpu" if is_cpu else "auto")),
@@ -38,10 +38,10 @@ def check_ranks(world: Communicator, config: Config, found: Findings) -> None:
     # before messages are sent, which may hang
     print("\n".join(aligned(rank_table(ranks))), flush=True)
     for node in by_node(ranks):
-        check_cores(node, config.run.threads, found)
-        check_omp(node, config.run.threads, found)
+        check_cores(node, run.threads, found)
+        check_omp(node, run.threads, found)
     if not is_cpu:
-        check_devices(ranks, config.run.device == "cuda", found)
+        check_devices(ranks, run.device == "cuda", found)
     if "SLURM_JOB_ID" in os.environ:
         check_slurm(found)
 

@@ -26,7 +26,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     options = parser().parse_intermixed_args(list(arguments))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     found = Findings()
-    check_ranks(world, config, found)
+    check_ranks(world, config.run, found)
     check_messages(world)
     check_folder(world, options.out, found)
     if options.settings:

@@ -14,7 +14,7 @@ import numpy as np
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
@@ -78,7 +78,9 @@ def parser() -> Parser:
 def _print_plan(config: Config, ranks: int, network: Network, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
-    print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
+    title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
+    table = _table(arrays, parts, method.context.num_clients)
+    print("\n".join([title, *table, *_describe(method, config.run.eval_every)]), flush=True)
     if reason := too_large(method):
         print(reason)
         return
@@ -101,7 +103,7 @@ def _print_plan(config: Config, ranks: int, network: Network, options: Namespace
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
     header = SlurmHeader(name, config.run.threads, estimate, on_gpu, options.time)
     lines = [
-        _measured(config, found, estimate),
+        _measured(config.run, method.context.train, found, estimate),
         _network(network),
         *_times(method, planner, estimate),
         _memory(estimate),
@@ -121,9 +123,8 @@ def _usual_ranks(world: Communicator) -> int:
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
 
 
-def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:
-    """Yield lines with each client's samples by class."""
-    yield f"{config.partition.name} partition of {config.data.source}: samples of each class"
+def _table(arrays: Arrays, parts: Sequence[ClientIndices], num_clients: int) -> list[str]:
+    """Return lines with each client's samples by class; the first `num_clients` take part in training."""
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
     domains = domains_of(arrays, parts)
@@ -135,25 +136,21 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], metho
         "val",
         "test",
     ]
-    num_clients = method.context.num_clients
     names = [f"{'unseen ' if client >= num_clients else ''}{client}" for client in range(len(parts))]
     rows = [
         [name, *domains[client : client + 1], *(str(count or ".") for count in row)]
         for client, (name, row) in enumerate(zip(names, counts.tolist(), strict=True))
     ]
-    yield from aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
+    return aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
 
 
-def _describe(config: Config, method: Method) -> Iterator[str]:
+def _describe(method: Method, eval_every: int) -> Iterator[str]:
     """Yield lines about the model, the rounds, and the memory of server and clients at the start."""
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
-    train, num_clients = config.train, method.context.num_clients
-    num_unseen, times = (
-        len(method.context.num_samples_of_unseen),
-        evaluations(config.train.rounds, config.run.eval_every),
-    )
-    yield f"model {config.model.name}: {method.layout.size:,} trainable numbers ({layers})"
-    drawn = config.clients.local_epochs
+    context, train, num_clients = method.context, method.context.train, method.context.num_clients
+    num_unseen, times = len(context.num_samples_of_unseen), evaluations(train.rounds, eval_every)
+    yield f"model {context.model_name}: {method.layout.size:,} trainable numbers ({layers})"
+    drawn = context.clients.local_epochs
     epochs = str(train.local_epochs) if drawn is None else "{} to {}".format(*drawn)
     yield (
         f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
@@ -171,13 +168,13 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
 
-def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
+def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estimate) -> str:
     """Return the times measured on this machine."""
-    on_cpu, threads = found.device == "cpu", config.run.threads
+    on_cpu, threads = found.device == "cpu", run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
-    unit = "mini-batch" if config.train.finetune_epochs else "sample"
+    unit = "mini-batch" if train.finetune_epochs else "sample"
     return (
-        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(config.run, found)}: "
+        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(run, found)}: "
         f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"

@@ -12,7 +12,9 @@ from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
 from hpcfl.setup.device_memory import report_out_of_memory
+from hpcfl.setup.environment import environment_of
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
@@ -71,14 +73,18 @@ def run(
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
-        folder = RunFolder(path, config) if world.is_server else None
+        traits = METHODS[config.method.name].traits
+        folder = RunFolder(path, config, traits.uses_total_rounds) if world.is_server else None
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
-        layout = experiment.method.layout
-        run_collectively(
-            world, lambda: folder.open(fresh, layout, ranks, at_exit, command) if folder else None
-        )
+
+        def open_folder() -> None:
+            if folder is not None:
+                environment = environment_of(config.data.source, ranks, command)
+                folder.open(fresh, experiment.method.layout, at_exit, environment)
+
+        run_collectively(world, open_folder)
         progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
         if folder is not None:
@@ -98,7 +104,7 @@ def run(
             return outcome
         report = _write_report(path) if config.run.report else None
         # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
+        lines = [*summary(outcome, simulation.ledger, config.privacy), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
         for line in lines:
             progress.say(line)

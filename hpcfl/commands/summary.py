@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import PrivacyConfig
 from hpcfl.formatting import readable_bytes
 from hpcfl.simulation.divergence import named
 from hpcfl.simulation.round_loop import Outcome
@@ -13,27 +13,27 @@ from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 
 
-def summary(outcome: Outcome, ledger: Ledger, config: Config) -> Iterator[str]:
+def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterator[str]:
     """Yield lines on a run that has no round left: how it ended, and its figures."""
     if outcome == "already finished":
         last = f"{ledger.last('round'):.0f}"
         yield f"this run is finished, no round follows round {last}; --fresh starts over"
     best, best_round = ledger.best()
     more = {}
-    if config.train.patience is not None:
+    if ACCURACY_VAL in ledger.columns:
         known = ledger.column(ACCURACY_VAL)
         chosen = known.index(max(known))
         at, accuracy = (ledger.column(name)[chosen] for name in ("round", "accuracy_mean"))
         more["best on validation"] = f"round {at:.0f}, whose mean accuracy is {accuracy:.2%}"
-    if config.data.unseen_clients:
+    if "accuracy_unseen" in ledger.columns:
         spread = f"{ledger.last('accuracy_unseen_std'):.2%}"
         more["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
     if ledger.diverged.any():
         clients = named(ledger.diverged.nonzero()[0].tolist())
         more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
-    if config.privacy.unit is not None:
-        privacy = f"epsilon {ledger.last(EPSILON):.3g}, delta {config.privacy.delta_in_use:g}"
-        more[f"privacy of a {config.privacy.unit}"] = privacy
+    if privacy.unit is not None:
+        spent = f"epsilon {ledger.last(EPSILON):.3g}, delta {privacy.delta_in_use:g}"
+        more[f"privacy of a {privacy.unit}"] = spent
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",

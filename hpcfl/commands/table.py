@@ -16,6 +16,7 @@ from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
+from hpcfl.methods import METHODS
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -239,7 +240,8 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
     for cell in table.chosen:
         if cell.finished_run:
             continue
-        folder = RunFolder(cell.folder, cell.config)
+        traits = METHODS[cell.config.method.name].traits
+        folder = RunFolder(cell.folder, cell.config, traits.uses_total_rounds)
         starts_over = False
         try:
             folder.check(fresh=False)

@@ -218,7 +218,7 @@ class Channel:
             gathered = self.collect(cohort, chosen[own])
             self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
             frame = replace(frame, layer_mask=chosen.bool())
-        if coding is None:
+        if coding is None or frame.name not in coding.differences:
             return frame
         if sent is not None:
             return frame.after(sent)
@@ -254,6 +254,15 @@ class _SentUpload(Upload):
         self._codecs = {name: codec.for_frame(frame) for name, frame in frames.items()}
         self._unread = list(frames)
         self._gathering = self._gather([])
+        self._gathering.close()
+
+    @property
+    def is_read(self) -> bool:
+        return not self._unread and not self._is_gathering
+
+    @property
+    def _is_gathering(self) -> bool:
+        return inspect.getgeneratorstate(self._gathering) != inspect.GEN_CLOSED
 
     @property
     def outline(self) -> Message:
@@ -306,7 +315,7 @@ class _SentUpload(Upload):
         """Send the other ranks a command on tensors that are not read yet. Called by the server."""
         if not self._world.is_server:
             raise RuntimeError("the server reads an upload, the other ranks call drain")
-        if inspect.getgeneratorstate(self._gathering) == inspect.GEN_SUSPENDED:
+        if self._is_gathering:
             raise RuntimeError("read the blocks of an upload to the end before anything else of it")
         if other := [name for name in names if name not in self._unread]:
             raise ValueError(f"{', '.join(other)}: not in this upload, or read before; read each tensor once")

@@ -10,9 +10,9 @@ Shapes: C clients, M models a client (1 unless a tensor is [C, ..., P]), W numbe
             their int32 indices in the layer; of equal ones those of the lowest indices
 
 In uploads, int8 codes the difference to the tensor of the same name and shape that the client received, if
-there is one; layers that it did not receive count as zero. topk codes this difference plus what is left of
-earlier ones, which the client keeps (`comm.error_feedback`); layers that it did not receive
-travel as they are.
+there is one and the method's `traits.differences` has its name; layers that it did not receive count as zero.
+topk codes this difference plus what is left of earlier ones, which the client keeps (`comm.error_feedback`);
+layers that it did not receive travel as they are.
 
 Such memory, error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Stich et al.,
 Sparsified SGD with memory, NeurIPS 2018), supposes a server that adds up what it is sent. pFedLA's does not:
@@ -325,6 +325,8 @@ class UploadCoding:
     codec: Codec
     received: Message
     """The message that this rank's members of the cohort received."""
+    differences: tuple[str, ...]
+    """Names of tensors that may travel as differences to those of the same name and shape in `received`."""
     unsent: ErrorFeedback
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator, Transfer
+from hpcfl.communication.upload import Upload
 from hpcfl.parameters import COLUMNS_AT_ONCE, Layer, pieces
 
 BLOCK_CLIENTS = 16
@@ -44,8 +46,16 @@ class ShardedRows:
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
         self._shards = [world.shard(num_clients, worker, shard_unit) for worker in range(world.num_workers)]
         self._own = world.shard(num_clients, None, shard_unit)
+        self._upload: Upload | None = None
         # products read copies, whose alignment in memory does not depend on the shard
         self._copy = rows.new_empty(BLOCK_CLIENTS * COLUMNS_AT_ONCE)
+
+    @contextmanager
+    def after(self, upload: Upload) -> Iterator[None]:
+        """Let rows be used inside only once this upload is read: until then the workers send it."""
+        self._upload = upload
+        yield
+        self._upload = None
 
     def mix(self, weights: Tensor) -> Tensor:
         """Return the weighted sums [S, P] of all rows, weights [S, L, N]. Rank 0 only, while the others
@@ -83,6 +93,8 @@ class ShardedRows:
                 self._put(command["clients"])
 
     def _command(self, **what: Any) -> None:
+        if self._upload is not None and not self._upload.is_read:
+            raise RuntimeError("read all of the upload, or drain it, before you use the sharded state")
         self._world.broadcast_bytes(json.dumps(what).encode())
 
     def _mix(self, count: int, weights: Tensor | None = None) -> Tensor | None:

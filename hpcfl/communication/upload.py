@@ -35,6 +35,11 @@ class Upload(ABC):
 
     @property
     @abstractmethod
+    def is_read(self) -> bool:
+        """Whether all has been read, so that the other ranks have left `drain`; on the server."""
+
+    @property
+    @abstractmethod
     def outline(self) -> Message:
         """The upload of the whole cohort without its numbers: types, shapes, layers and pieces, for byte
         counts."""

@@ -17,6 +17,9 @@ from hpcfl.errors import UserError
 ENVIRONMENT = "environment"
 """Group in a run folder's config.yaml that records versions, command and ranks; not read as configuration."""
 
+OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
+"""Keys that name a Python file of the user's own."""
+
 GROUPS = ("method", "data", "model", "train", "clients", "server", "privacy", "comm", "run")
 
 BufferPolicy = Literal["local", "average", "mixed"]
@@ -543,7 +546,7 @@ class Chosen(Generic[Options]):
     """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; else
     empty. Runs with different digests are different runs."""
 
-    def tree(self) -> dict[str, Any]:
+    def model_dump(self) -> dict[str, Any]:
         return {"name": self.name, **self.file, **self.options.model_dump()}
 
 
@@ -571,20 +574,15 @@ class Config:
     @property
     def own_files(self) -> dict[str, str]:
         """The user's own Python files: the digest of each by the `key=path` that names it."""
-        groups = {"method": self.method.file, "data": self.source_file, "model": self.model.file}
-        groups["data.partition"] = self.partition.file
-        return {
-            f"{group}.{key}={path}": file["code"]
-            for group, file in groups.items()
-            for key, path in file.items()
-            if key != "code"
-        }
+        flat = flatten(self.tree())
+        named = (key for key in OWN_KEYS if key in flat)
+        return {f"{key}={flat[key]}": flat[f"{key.rpartition('.')[0]}.code"] for key in named}
 
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
-        data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
-        others = {group: getattr(self, group).model_dump() for group in COMMON if group != "data"}
-        return {"method": self.method.tree(), "data": data, "model": self.model.tree(), **others}
+        found: dict[str, Any] = {group: getattr(self, group).model_dump() for group in GROUPS}
+        found["data"] |= {**self.source_file, "partition": self.partition.model_dump()}
+        return found
 
     def yaml(self) -> str:
         return yaml_of(self.tree())
@@ -592,6 +590,13 @@ class Config:
     def result_keys(self) -> dict[str, Any]:
         """Return the keys that change results, flat, with their values."""
         return {key: value for key, value in flatten(self.tree()).items() if key not in RESULT_NEUTRAL}
+
+    def sample_keys(self) -> dict[str, Any]:
+        """Return the keys that decide which samples each client has, and which are scored, flat."""
+        keys = {key: value for key, value in self.result_keys().items() if key.startswith("data.")}
+        # normalisation does not change which samples a client has
+        del keys["data.normalise"]
+        return keys | {"data.seed": self.data_seed, "run.eval_split": self.run.eval_split}
 
     def short_hash(self) -> str:
         """Return 8 hexadecimal digits: a hash of all keys that change results, except `train.rounds`.
@@ -617,14 +622,11 @@ COMMON: dict[str, type[Settings]] = {
 """The groups of keys that every run has."""
 
 RESULT_NEUTRAL = frozenset(
-    ["method.path", "model.path", "data.partition.path", "data.reader"]
-    + [
-        f"{group}.{key}"
-        for group, kind in COMMON.items()
-        for key, field in kind.model_fields.items()
-        if field.json_schema_extra == NO_RESULT
-    ]
-)
+    f"{group}.{key}"
+    for group, kind in COMMON.items()
+    for key, field in kind.model_fields.items()
+    if field.json_schema_extra == NO_RESULT
+).union(OWN_KEYS)
 """Keys that may differ between a run folder and the command that resumes it."""
 
 

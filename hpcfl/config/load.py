@@ -12,16 +12,22 @@ from pydantic import ValidationError
 from hpcfl.config.keys import (
     COMMON,
     GROUPS,
+    OWN_KEYS,
     RESULT_NEUTRAL,
     SERVER_DEFAULTS,
     SHIFT_STRENGTHS,
     Chosen,
+    ClientsConfig,
+    CommConfig,
     Config,
+    DataConfig,
+    ServerConfig,
     Settings,
+    TrainConfig,
     flatten,
 )
 from hpcfl.config.messages import allowed, one_of, shown, unknown_key
-from hpcfl.config.own_code import OWN_KEYS, allow, is_own
+from hpcfl.config.own_code import allow, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
@@ -40,55 +46,31 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
 
     Raises UserError for unknown keys or names, wrong types and impossible values.
     """
-    unknown = [
-        key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
-    ]
     if {"title", "rows"} <= set(tree):
         raise UserError("title and rows are keys of a table file, which is run by hpcfl table FILE.yaml")
     given = {name: _mapping(name, tree.get(name)) for name in GROUPS}
-    data = given["data"]
+    data, choices = given["data"], registries.by_group
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
-    choices = registries.by_group
     source_file = _own_file(data, registries.source, "source")
-    files = {group: _own_file(given[group], choices[group]) for group in choices}
-    source = one_of("data.source", data.get("source", DEFAULT_SOURCE), list(registries.source.known))
-    names = {
-        group: one_of(
-            f"{group}.name",
-            given[group].pop("name", registries.default_name(group, source)),
-            list(registry.known),
-        )
-        for group, registry in choices.items()
-    }
-    if (
-        data.get("clients") is None
-        and choices["data.partition"].known[names["data.partition"]].counts is not None
-    ):
+    files = {group: _own_file(given[group], registry) for group, registry in choices.items()}
+    source = one_of("data.source", data.get("source", DEFAULT_SOURCE), registries.source.known)
+    names = {}
+    for group, registry in choices.items():
+        name = given[group].pop("name", registries.default_name(group, source))
+        names[group] = one_of(f"{group}.name", name, registry.known)
+    if registries.partition.known[names["data.partition"]].counts is not None and data.get("clients") is None:
         data["clients"] = DEFAULT_CLIENTS
     of_method = registries.method.known[names["method"]].traits.defaults
     for group, others in of_method.items():
         given[group] = others | given[group]
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}
-    known = [f"{group}.{key}" for group in choices for key in ("name", "path")] + ["data.reader"]
-    known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
-    unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
-    if unknown:
-        value = flatten({**tree, **given}).get(unknown[0], "")
-        raise UserError(unknown_key(unknown[0], value, known, choices))
-    chosen: dict[str, Chosen[Any]] = {
-        group: Chosen(names[group], _validate(group, kinds[group], given[group]), files[group])
-        for group in choices
+    _check_names(tree, given, kinds, registries)
+    made: dict[str, Any] = {
+        group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in kinds.items()
     }
-    common: dict[str, Any] = {
-        group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in COMMON.items()
-    }
-    config = Config(
-        method=chosen["method"],
-        partition=chosen["data.partition"],
-        model=chosen["model"],
-        source_file=source_file,
-        **common,
-    )
+    for group in choices:
+        made[group] = Chosen(names[group], made[group], files[group])
+    config = Config(partition=made.pop("data.partition"), source_file=source_file, **made)
     _check_needs(config, registries.source)
     return config
 
@@ -180,15 +162,30 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
     return {path_key: str(Path(str(path)).resolve()), "code": code}
 
 
+def _check_names(
+    tree: Mapping[str, Any], given: dict[str, Any], kinds: dict[str, type[Settings]], registries: Registries
+) -> None:
+    """Raise UserError for a key that is in no group's class."""
+    known = [*(f"{group}.name" for group in registries.by_group), *OWN_KEYS]
+    known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
+    unknown = [
+        key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
+    ]
+    unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
+    if unknown:
+        value = flatten({**tree, **given}).get(unknown[0], "")
+        raise UserError(unknown_key(unknown[0], value, known, registries.by_group))
+
+
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train = config.data, config.train
     for key, is_met, needed in (
-        *_needs_of_data(config, sources),
-        *_needs_of_train(config),
-        *_needs_of_clients(config),
-        *_needs_of_comm(config),
-        *_needs_of_server(config),
+        *_needs_of_data(data, config.partition.name, sources),
+        *_needs_of_train(train, data),
+        *_needs_of_clients(config.clients),
+        *_needs_of_comm(config.comm),
+        *_needs_of_server(config.server),
         *_needs_of_privacy(config),
     ):
         group, _, name = key.partition(".")
@@ -212,10 +209,9 @@ def _check_needs(config: Config, sources: Registry) -> None:
         data.num_unseen(data.clients)
 
 
-def _needs_of_data(config: Config, sources: Registry) -> Iterator[Need]:
-    data = config.data
+def _needs_of_data(data: DataConfig, partition: str, sources: Registry) -> Iterator[Need]:
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
-    is_given = config.partition.name == "given"
+    is_given = partition == "given"
     yield "data.path", data.source in readers, f"data.source={' or '.join(readers)}"
     for key in ("target", "categorical", "missing", "client_column"):
         yield f"data.{key}", data.source == "csv", "data.source=csv"
@@ -235,8 +231,7 @@ def _needs_of_data(config: Config, sources: Registry) -> Iterator[Need]:
     yield "data.label_noise_clients", bool(data.label_noise), "data.label_noise"
 
 
-def _needs_of_train(config: Config) -> Iterator[Need]:
-    train, data = config.train, config.data
+def _needs_of_train(train: TrainConfig, data: DataConfig) -> Iterator[Need]:
     yield "train.lr_decay_rounds", train.lr_decay < 1, "train.lr_decay below 1"
     yield "train.lr_end", train.lr_decay == 1, "train.lr_decay=1"
     yield "train.lr_end", (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"
@@ -246,26 +241,24 @@ def _needs_of_train(config: Config) -> Iterator[Need]:
         yield f"train.{key}", train.optimiser is not None, "train.optimiser=adam or adamw"
 
 
-def _needs_of_clients(config: Config) -> Iterator[Need]:
-    clients = config.clients
+def _needs_of_clients(clients: ClientsConfig) -> Iterator[Need]:
     chooses = clients.sampling == "power_of_choice"
     yield "clients.candidates", chooses, "clients.sampling=power_of_choice"
     for key in ("slowness", "bytes_per_s", "deadline_s"):
         yield f"clients.{key}", clients.has_clock, "clients.step_s"
 
 
-def _needs_of_comm(config: Config) -> Iterator[Need]:
-    comm = config.comm
+def _needs_of_comm(comm: CommConfig) -> Iterator[Need]:
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     for key in ("topk_ratio", "error_feedback"):
         yield f"comm.{key}", comm.codec == "topk", "comm.codec=topk"
     yield "comm.directions", comm.codec in coding, f"comm.codec={' or '.join(coding)}"
 
 
-def _needs_of_server(config: Config) -> Iterator[Need]:
-    for key in (key for key in type(config.server).model_fields if key != "optimiser"):
+def _needs_of_server(server: ServerConfig) -> Iterator[Need]:
+    for key in (key for key in ServerConfig.model_fields if key != "optimiser"):
         having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
-        yield f"server.{key}", config.server.optimiser in having, f"server.optimiser={' or '.join(having)}"
+        yield f"server.{key}", server.optimiser in having, f"server.optimiser={' or '.join(having)}"
 
 
 def _needs_of_privacy(config: Config) -> Iterator[Need]:
@@ -291,11 +284,9 @@ def _needs_of_privacy(config: Config) -> Iterator[Need]:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"data": "source", "train": "rounds", "clients": "drop_rate", "server": "optimiser"}
-        example |= {"privacy": "unit", "comm": "codec", "run": "seed"}
-        key = f"{group}.{example.get(group, 'name')}"
+        example = next(iter(COMMON[group].model_fields)) if group in COMMON else "name"
         raise UserError(
-            f"{group}={value} is invalid: {group} is a group of keys, such as {key}; see "
+            f"{group}={value} is invalid: {group} is a group of keys, such as {group}.{example}; see "
             f"hpcfl list keys {group}"
         )
     return {str(key): entry for key, entry in (value or {}).items()}
@@ -343,23 +334,19 @@ def _split(override: str) -> tuple[str, Any]:
 def _drop_foreign_options(tree: dict[str, Any], key: str, value: Any, registries: Registries) -> None:
     """Drop from `tree` the keys of another method, partition, model or source than `key=value` chooses."""
     group, _, last = key.rpartition(".")
-    data = tree.get("data")
-    holder, here = data if group == "data.partition" else tree, group.rpartition(".")[2]
-    there = holder.get(here) if isinstance(holder, dict) else None
-    if not isinstance(holder, dict) or not isinstance(there, dict):
+    there: Any = tree
+    for name in group.split("."):
+        there = there.get(name) if isinstance(there, dict) else None
+    registry, others = registries.by_group.get(group), set[str]()
+    if not isinstance(there, dict):
         return
-    if group == "data" and last in ("source", "reader"):
-        if last == "source" and value == there.get("source"):
-            return
-        other = {"source", "reader", "code"}
-    elif group in registries.by_group and last == "path" and value is None:
-        other = set(there) if "path" in there else set()
-    elif group in registries.by_group and last in ("name", "path"):
-        registry = registries.by_group[group]
+    if key == "data.reader" or (key == "data.source" and value != there.get("source")):
+        others = {"source", "reader", "code"}
+    elif registry is not None and last == "path" and value is None:
+        others = set(there) if "path" in there else set()
+    elif registry is not None and (last == "path" or (last == "name" and value != there.get("name"))):
         chosen = value if last == "name" else registry.add_own(str(value))[0]
-        if chosen not in registry.known or (last == "name" and chosen == there.get("name")):
-            return
-        other = there.keys() - registry.options_of(chosen).model_fields.keys()
-    else:
-        return
-    holder[here] = {name: given for name, given in there.items() if name not in other}
+        if chosen in [*registry.known]:
+            others = there.keys() - registry.options_of(chosen).model_fields.keys()
+    for name in others:
+        there.pop(name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -68,9 +68,10 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
     return "".join(f", {one}" for one in place) + f": {said}"
 
 
-def one_of(key: str, value: Any, names: Sequence[str]) -> str:
+def one_of(key: str, value: Any, names: Collection[str]) -> str:
     """Return a name if it is one of those known; raise UserError otherwise."""
-    if value not in names:
+    # a list, as the value may have any type
+    if value not in [*names]:
         hint = did_you_mean(str(value), names)
         raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
     return str(value)

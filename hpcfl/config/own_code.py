@@ -18,9 +18,6 @@ from hpcfl.errors import UserError
 OWN_MODULE = "hpcfl_own_"
 """Prefix of the module names of such files."""
 
-OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
-"""Keys that name such a file."""
-
 RESERVED_OPTIONS = ("name", "path", "code")
 """Keys of every group with a `name`; no option may have one of these names."""
 

@@ -18,10 +18,13 @@ def _find(name: str) -> type[Method]:
     raise ImportError(f"{module.__file__} has no Method with name = {name!r}")
 
 
+_OTHERS = {"adapter", "base", "buffers", "checks", "context", "diagnostics", "traits"}
+"""Files that are no methods."""
+
 METHODS: dict[str, type[Method]] = {
     module.name: _find(module.name)
     for module in pkgutil.iter_modules(__path__)
-    if module.name not in ("adapter", "base", "diagnostics") and not module.name.startswith("_")
+    if module.name not in _OTHERS and not module.name.startswith("_")
 }
 
 

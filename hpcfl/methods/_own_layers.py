@@ -69,7 +69,7 @@ class OwnLayers(FedAvg):
         # by index and not by mask: a mask would make a GPU wait for the host
         places = self.is_own.nonzero().squeeze(1).to(clients.device)
         own = clients.descent(theta[:, places])
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             for batch in clients.batches("finetune"):
                 theta[:, places] = own.theta
                 slopes, losses = gradient(theta[batch.members], batch)

@@ -38,8 +38,8 @@ class OwnBesideGlobal(OwnModel, FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Let a new client's own model start as the global one, and do its first round."""
-        clients["theta"] = down["theta"].clone(memory_format=torch.contiguous_format)
-        return super().new_client_model(clients, down)
+        with clients.temporary_state(theta=down["theta"].clone(memory_format=torch.contiguous_format)):
+            return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": down["theta"]})

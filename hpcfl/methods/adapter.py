@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from hpcfl.communication.aggregation import weighted_means
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
@@ -45,17 +42,13 @@ class MethodAdapter:
 
     def initial_server(self) -> State:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
-        method, state = self.method, self.method.server_state()
-        if method.averages_buffers and BUFFERS not in state:
-            buffers = method.initial_buffers()
-            state[BUFFERS] = buffers if method.num_models is None else buffers.repeat(method.num_models, 1)
+        state = self.method.server_state()
+        state |= self.method.buffers.in_server(state)
         return state | self._optimiser.initial(state)
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        own = self.method.buffers == "local" and self.method.layout.buffer_size
-        buffers = {BUFFERS: self.method.initial_buffers(clients)} if own else {}
-        return self.method.client_state(clients) | buffers
+        return self.method.client_state(clients) | self.method.buffers.in_clients(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
@@ -80,9 +73,7 @@ class MethodAdapter:
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
         message = self._message(hook.__name__, hook(server, cohort), len(cohort))
-        if BUFFERS in message or not self.method.averages_buffers:
-            return message
-        return message | Message(shared={BUFFERS: server[BUFFERS]}, num_clients=len(cohort))
+        return self.method.buffers.in_download(message, server)
 
     def needs_request(self, round: int) -> bool:
         """Return whether clients answer this round's download with a request."""
@@ -91,7 +82,7 @@ class MethodAdapter:
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
-        down = self._arrived(clients, down)
+        down = self.method.buffers.receive(clients, down)
         return self._rows("client_request", self.method.client_request(clients, down), len(clients))
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
@@ -102,13 +93,9 @@ class MethodAdapter:
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
-        down = self._arrived(clients, down)
+        down = self.method.buffers.receive(clients, down)
         up = self._rows("train", self.method.train(clients, down), len(clients))
-        if self.method.layout.buffer_size:
-            if self.method.buffers == "local":
-                clients[BUFFERS] = clients.buffers
-            else:
-                up.per_client[BUFFERS] = clients.buffers
+        self.method.buffers.keep(clients, up)
         return up
 
     def sent(self, down: Message, up: Message) -> Message:
@@ -123,9 +110,8 @@ class MethodAdapter:
         before, unnoised = self._optimiser.before(server), self._private.before(server)
         averaged: State = {}
         if len(cohort):
-            if self.method.averages_buffers and not self.method.traits.averages_own_buffers:
-                averaged = weighted_means(up, {BUFFERS: cohort.num_samples})
-            self.method.aggregate(server, self._private.with_equal_weights(cohort), up)
+            averaged = self.method.buffers.mean(up, cohort)
+            self._aggregate(server, self._private.with_equal_weights(cohort), up)
         up.drain()
         # with privacy, the model also moves in a round without clients: by noise
         if len(cohort) or self._private.is_on:
@@ -134,23 +120,33 @@ class MethodAdapter:
         server |= averaged
         self.method.end_round(server, cohort)
 
+    def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """Call `aggregate`, in which the upload must be read before the sharded state is used."""
+        if self.method.sharded_state is None:
+            self.method.aggregate(server, cohort, up)
+            return
+        with self.method.sharded.after(up):
+            self.method.aggregate(server, cohort, up)
+
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
-        down = self._arrived(clients, down)
+        down = self.method.buffers.receive(clients, down)
         epochs = self.method.context.train.finetune_epochs
-        if epochs:
-            return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
         with clients.read_only():
+            if epochs:
+                return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
-        down = self._arrived(clients, down)
-        return self._with_buffers("new_client_model", clients, self.method.new_client_model(clients, down))
+        down = self.method.buffers.receive(clients, down)
+        with clients.read_only():
+            models = self.method.new_client_model(clients, down)
+        return self._with_buffers("new_client_model", clients, models)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
-        down = self._arrived(clients, down)
+        down = self.method.buffers.receive(clients, down)
         with clients.read_only():
             models = self.method.model_after_download(clients, down)
         return self._with_buffers("model_after_download", clients, models)
@@ -161,19 +157,6 @@ class MethodAdapter:
         with clients.read_only():
             models = self.method.model_after_training(clients, down, up)
         return self._with_buffers("model_after_training", clients, models)
-
-    def _arrived(self, clients: ClientGroup, down: Message) -> Message:
-        """Return a message on the group's device; set the group's running statistics from it or the state."""
-        down = down.to(clients.device)
-        if BUFFERS in down:
-            clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
-        elif BUFFERS in clients:
-            clients.buffers = clients[BUFFERS].clone()
-        count = self.method.num_models
-        if count is not None and clients.buffers.dim() == 2:
-            # each of the client's models starts from the client's statistics
-            clients.buffers = clients.buffers.unsqueeze(1).repeat(1, count, 1)
-        return down
 
     def _message(self, hook: str, value: Message, count: int) -> Message:
         """Return a hook's message for `count` clients; raise TypeError or ValueError if it is not one."""
@@ -202,16 +185,5 @@ class MethodAdapter:
         return message
 
     def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:
-        """Return models with running statistics.
-
-        These are shared if the models have a shared part and the server averages running statistics;
-        otherwise there is one row per client.
-        """
-        models = self._message(hook, models, len(clients))
-        if not models:
-            return models
-        if models.shared and self.method.buffers == "average":
-            models.shared[BUFFERS] = clients.buffers[0]
-        else:
-            models.per_client[BUFFERS] = clients.buffers
-        return models
+        """Return the models of a hook with running statistics."""
+        return self.method.buffers.beside(self._message(hook, models, len(clients)), clients)

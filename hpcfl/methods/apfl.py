@@ -90,8 +90,8 @@ class APFL(OwnBesideGlobal):
         return Message(per_client={"theta": shared.theta})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)
-        return super().new_client_model(clients, down)
+        with clients.temporary_state(own=down["theta"].clone(memory_format=torch.contiguous_format)):
+            return super().new_client_model(clients, down)
 
     @staticmethod
     def mix(alpha: Tensor, own: Tensor, shared: Tensor) -> Tensor:

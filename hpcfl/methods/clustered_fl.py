@@ -87,7 +87,7 @@ class ClusteredFL(Method):
 
     def server_state(self) -> State:
         clients, size = self.context.num_clients, self.layout.size
-        buffers = {BUFFERS: self.initial_buffers().unsqueeze(0)} if self.averages_buffers else {}
+        buffers = {BUFFERS: self.buffers.initial().unsqueeze(0)} if self.buffers.are("average") else {}
         return buffers | {
             "theta": self.context.initial_parameters().unsqueeze(0),
             "cluster": torch.zeros(clients, dtype=torch.int64),

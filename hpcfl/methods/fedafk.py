@@ -164,8 +164,8 @@ class FedAFK(Method):
         return Message(per_client={"theta": clients["theta"]})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        clients["theta"] = self.model_after_download(clients, down).per_client["theta"]
-        return super().new_client_model(clients, down)
+        with clients.temporary_state(theta=self.model_after_download(clients, down).per_client["theta"]):
+            return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         head = clients["theta"][:, self.layout.head]

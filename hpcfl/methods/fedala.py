@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.checks import check_num_layers
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
@@ -66,7 +67,7 @@ class FedALA(FedAvg):
 
     def __init__(self, context: Context, params: FedALAParams) -> None:
         super().__init__(context, params)
-        self.check_num_layers("adaptive_layers")
+        check_num_layers(self.layers, "adaptive_layers", params.adaptive_layers)
         self._top = slice(self.layers[-params.adaptive_layers].start, self.layout.size)
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -99,13 +99,12 @@ class FedAS(FedPer):
         targets, is_known = clients["prototypes"], clients["is_known"]
         has_trained = (is_known == 1).any(dim=1, keepdim=True)
         gradient = gradient_towards(clients, _distance_of_body, targets, is_known)
-        buffers = clients.buffers.clone()
         lr = self.params.alignment_lr * clients.lr_decay
         descent = clients.descent(theta, lr=lr, trained=self.layout.body)
-        for batch in clients.batches("alignment", self.params.alignment_epochs):
-            slope, _ = gradient(descent.theta[batch.members], batch)
-            descent.step(batch.members, slope)
-        clients.buffers = torch.where(has_trained, clients.buffers, buffers)
+        with clients.discarding_buffer_updates(~has_trained):
+            for batch in clients.batches("alignment", self.params.alignment_epochs):
+                slope, _ = gradient(descent.theta[batch.members], batch)
+                descent.step(batch.members, slope)
         return torch.where(has_trained, descent.theta, theta)
 
 

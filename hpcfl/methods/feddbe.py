@@ -117,7 +117,7 @@ class FedDBE(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, own = down["theta"], clients.descent(clients["offset"])
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             for batch in clients.batches("finetune"):
                 members = batch.members
                 tensors = {"theta": theta[members], "offset": own.theta[members]}

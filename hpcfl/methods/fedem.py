@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params, State, Traits
+from hpcfl.methods.checks import check_equal_starts
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models.mixture import Mixture
@@ -58,6 +59,7 @@ class FedEM(FedAvg):
     traits = Traits(
         averages=("theta",),
         buffers=("average",),
+        predicts_by="module",
         train_defaults={"lr": 0.15},
         refuses={"label_smoothing": "whose losses are likelihoods"},
     )
@@ -75,8 +77,8 @@ class FedEM(FedAvg):
 
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
-        context.check_equal_starts(params.components, "components")
-        self.num_models = params.components
+        check_equal_starts(context, "components", params.components)
+        self.buffers = self.buffers.of_models(params.components)
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.components)}
@@ -95,10 +97,10 @@ class FedEM(FedAvg):
         return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        losses = self._losses(clients, down["theta"])
+        losses, weights = self._losses(clients, down["theta"]), clients["weights"]
         for _ in range(clients.local_epochs):
-            clients["weights"] = self._mean_shares(clients, self._shares(clients, losses))
-        return Message({"theta": down.shared["theta"]}, {"weights": clients["weights"]})
+            weights = self._mean_shares(clients, self._shares(clients, losses, weights))
+        return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": up.per_client["theta"], "weights": clients["weights"]})
@@ -123,7 +125,7 @@ class FedEM(FedAvg):
 
     def sample_shares(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""
-        return self._shares(clients, self._losses(clients, theta))
+        return self._shares(clients, self._losses(clients, theta), clients["weights"])
 
     def _losses(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return the losses [C, most samples, M] of components [C, M, P] on the training samples."""
@@ -134,8 +136,8 @@ class FedEM(FedAvg):
         return torch.stack(losses, dim=2)
 
     @staticmethod
-    def _shares(clients: ClientGroup, losses: Tensor) -> Tensor:
-        scores = clients["weights"].log().unsqueeze(1) - losses
+    def _shares(clients: ClientGroup, losses: Tensor, weights: Tensor) -> Tensor:
+        scores = weights.log().unsqueeze(1) - losses
         is_sample = torch.arange(scores.shape[1]) < clients.num_samples.unsqueeze(1)
         return scores.softmax(dim=2) * is_sample.to(scores.device).unsqueeze(2)
 
@@ -162,7 +164,7 @@ class FedEM(FedAvg):
         purpose: str = "batches",
     ) -> Tensor:
         """Train the components [C, M, P] on their shares of the samples."""
-        started, trained, ended = clients.buffers, [], []
+        trained = []
         for m in range(self.params.components):
 
             def gradient(
@@ -173,11 +175,9 @@ class FedEM(FedAvg):
                 # the recorded loss is a mean over M passes, the mixture's loss is their sum
                 return gradients["theta"], losses * self.params.components
 
-            clients.buffers = started[:, m].clone()
-            component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
+            with clients.buffers_of_model(m):
+                component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
             trained.append(component.theta)
-            ended.append(clients.buffers)
-        clients.buffers = torch.stack(ended, dim=1)
         return torch.stack(trained, dim=1)
 
 

@@ -111,8 +111,9 @@ class FedFomo(ModelBank):
         return Message({"mean": self.mean_of_models(server)}, {"models": server["models"][ids]})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        clients["theta"] = clients["previous"] = down["mean"].clone(memory_format=torch.contiguous_format)
-        return super().new_client_model(clients, down)
+        theta = down["mean"].clone(memory_format=torch.contiguous_format)
+        with clients.temporary_state(theta=theta, previous=theta):
+            return super().new_client_model(clients, down)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         start, weights = self._start(clients, down)

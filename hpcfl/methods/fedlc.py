@@ -50,7 +50,7 @@ class FedLC(FedAvg):
     params: FedLCParams
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        margins = self.margins(self.class_counts(clients))
+        margins = self.margins(clients.class_counts(self.context.num_classes))
         gradient = clients.gradient_with_constants(
             calibrated_loss, lambda batch: {"margins": margins[batch.members]}
         )

@@ -64,6 +64,7 @@ chain and with momentum, and does not count its rounds of pretraining.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Annotated, Literal
 
 import torch
@@ -136,6 +137,7 @@ class FedMN(TwoPhaseMethod):
     traits = Traits(
         averages=("theta",),
         uses_total_rounds=True,
+        predicts_by="module",
         train_defaults={"lr": 0.1},
         refuses=dict.fromkeys(
             ("optimiser", "clip"), "which scales the router's gradients by its learning rate"
@@ -215,7 +217,7 @@ class FedMN(TwoPhaseMethod):
         decision, slope = self.decisions.drawn(logits, clients.round, clients.ids)
         clients["probability"] = logits.sigmoid().to(clients.device)
         clients["decision"] = decision.to(clients.device)
-        clients.scratch["slope"] = slope.to(clients.device)
+        clients.scratch |= {"decision": clients["decision"], "slope": slope.to(clients.device)}
         return Message(per_client={"paths": packed(decision > 0)})
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
@@ -226,31 +228,30 @@ class FedMN(TwoPhaseMethod):
         return Message(shared={"parts": server["theta"]}, layer_mask={"parts": mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        if not self.needs_request(clients.round):
-            return self._pretrain(clients, down)
-        mask = down.layer_mask["parts"].cpu() | self._is_router
+        start, mask = down["parts" if "parts" in down else "theta"], _received_layers(down)
         # a client does not have the weights of blocks that it did not request
-        has, start = columns(self.layers, mask.to(clients.device)), down["parts"]
-        gradient = self._gradient(clients, {"decision": clients["decision"]} | clients.scratch)
+        has = columns(self.layers, mask.to(clients.device))
+        gradient = self._gradient(clients, clients.scratch)
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
-        if self.params.order == "chain":
-            statistics = {BUFFERS: clients.buffers[0]} if self.averages_buffers else {}
+        if not self.needs_request(clients.round):
+            for statistics in clients.buffers if self.buffers.are("local") else ():
+                self._copy_body(self.layout.buffer_views(statistics))
+        elif self.params.order == "chain":
+            statistics = {BUFFERS: clients.buffers[0]} if self.buffers.are("average") else {}
             clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
         return Message(per_client={"theta": theta}, layer_mask={"theta": mask})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        decision = {"decision": clients["decision"]} if self.needs_request(clients.round) else {}
+        decision = {"decision": clients["decision"]} if clients.scratch else {}
         return Message(per_client={"theta": up["theta"]} | decision)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        mask, total, samples = self._is_pretrained, None, cohort.num_samples.double().unsqueeze(1)
-        if self.needs_request(cohort.round):
-            mask = up.sent.layer_mask["parts"] | self._is_router
-            if self.params.aggregation == "sum":
-                # where the total is 0, the server's weights stay
-                total = samples.sum() * self._is_modular
-        weights = mask.double().expand(len(cohort), -1) * samples
+        total, samples = None, cohort.num_samples.double().unsqueeze(1)
+        if self.params.aggregation == "sum" and self.needs_request(cohort.round):
+            # where the total is 0, the server's weights stay
+            total = samples.sum() * self._is_modular
+        weights = _received_layers(up.sent).double().expand(len(cohort), -1) * samples
         server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
     # router and loss
@@ -264,14 +265,16 @@ class FedMN(TwoPhaseMethod):
             rows.append(clients.outputs(model, position, lambda n, x, y: n.router(x, y), x, y).mean(dim=0))
         return torch.stack(rows).cpu()
 
-    def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf:
-        """Return the gradient of training; `fixed` has decisions, if any, and `slope` if the router learns,
-        both [C, E]."""
+    def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf | None:
+        """Return the gradient of training; `fixed` has the decisions, and `slope` if the router learns, both
+        [C, E]. None without decisions: that of the classifier."""
+        if not fixed:
+            return None
         steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
 
         def known(batch: Batch) -> Tensors:
             tensors = {name: rows[batch.members] for name, rows in fixed.items()}
-            if rate and fixed:
+            if rate:
                 tensors["dropout_mask"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
             return tensors
 
@@ -285,8 +288,6 @@ class FedMN(TwoPhaseMethod):
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta = tensors["theta"]
-        if "decision" not in tensors:
-            return forward.cross_entropy(forward.logits(theta, batch.x), batch.y)
         decision = tensors["decision"].detach()
         if "slope" in tensors and self.params.routing != "open":
             logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
@@ -312,25 +313,21 @@ class FedMN(TwoPhaseMethod):
             decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
         return Message(shared, {"decision": decision})
 
-    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
-        return self._gradient(clients, {"decision": model["decision"]} if "decision" in model else {})
+    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
+        return self._gradient(clients, model.only("decision").per_client)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
-        if self.buffers == "local":
+        if self.buffers.are("local"):
             # a new client has no running statistics, and gradients find them
-            gradient = self.local_gradient(clients, model)
+            gradient = self.local_gradient(clients, model) or clients.plain_gradient
             for batch in clients.batches("statistics", augmented=False):
                 gradient(down["theta"][batch.members], batch)
         return model
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         decision = model["decision"][position] if "decision" in model else None
-
-        def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
-            return network(x, decision).softmax(dim=1)
-
-        return clients.outputs(model, position, probabilities, x)
+        return clients.outputs(model, position, lambda network, x: network(x, decision).softmax(dim=1), x)
 
     def as_module(self, model: Tensors) -> nn.Module:
         network = super().as_module(model)
@@ -339,13 +336,6 @@ class FedMN(TwoPhaseMethod):
         return Routed(network, model["decision"]) if "decision" in model else network
 
     # rounds of pretraining
-
-    def _pretrain(self, clients: ClientGroup, down: Message) -> Message:
-        theta = clients.sgd(down["theta"]).theta
-        if self.buffers == "local":
-            for statistics in clients.buffers:
-                self._copy_body(self.layout.buffer_views(statistics))
-        return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
 
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Let all encoders begin with the pretrained body after the last round of pretraining."""
@@ -360,6 +350,11 @@ class FedMN(TwoPhaseMethod):
             _, is_body, rest = name.partition(".body.")
             if is_body:
                 tensor.copy_(views[f"encoder1.body.{rest}"])
+
+
+def _received_layers(message: Message) -> Tensor:
+    """Return which layers of a round clients get: of the first and the second message, bool [L] or [C, L]."""
+    return reduce(torch.logical_or, [mask.cpu() for mask in message.layer_mask.values()])
 
 
 def _check(params: FedMNParams, rounds: int) -> None:

@@ -71,7 +71,9 @@ class FedPAC(FedAvg):
     name = "fedpac"
     summary = "a shared body with aligned features, under heads that similar clients share"
     Params = FedPACParams
-    traits = FedAvg.traits.replace(has_global_model=False, needs_body=True)
+    traits = FedAvg.traits.replace(
+        has_global_model=False, needs_body=True, differences=("theta", "head", "prototypes")
+    )
     params: FedPACParams
 
     def __init__(self, context: Context, params: FedPACParams) -> None:
@@ -134,7 +136,7 @@ class FedPAC(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.layout.with_head(down["theta"], self._first_head().to(clients.device))
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             trained = clients.sgd(theta, trained=self.layout.head, purpose="finetune")
         return Message(per_client={"theta": trained.theta})
 

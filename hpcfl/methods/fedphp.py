@@ -78,7 +78,7 @@ class FedPHP(OwnBesideGlobal):
         theta = clients.sgd(down["theta"], gradient=clients.gradient_with_constants(self._loss, known)).theta
         kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
-        clients.buffers = torch.lerp(clients.buffers, buffers, kept)
+        clients.replace_buffers(torch.lerp(clients.buffers, buffers, kept))
         clients["count"] = count + 1
         return Message(per_client={"theta": theta})
 

@@ -65,7 +65,7 @@ class FedProto(OwnModel):
     name = "fedproto"
     summary = "own models whose features of a class lean towards the mean over all clients"
     Params = FedProtoParams
-    traits = OwnModel.traits.replace(eval_after="download", needs_body=True)
+    traits = OwnModel.traits.replace(eval_after="download", needs_body=True, differences=("prototypes",))
     params: FedProtoParams
 
     def __init__(self, context: Context, params: FedProtoParams) -> None:

@@ -58,6 +58,7 @@ class FedRoD(FedAvg):
     Params = FedRoDParams
     traits = FedAvg.traits.replace(
         averages=("theta", "hypernetwork"),
+        differences=("theta", "hypernetwork"),
         needs_body=True,
         refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"},
     )
@@ -83,7 +84,7 @@ class FedRoD(FedAvg):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         # what makes the personal head: the head itself, or the network that generates it
         own = "hypernetwork" if self.params.hyper_head else "head"
-        counts = self.class_counts(clients)
+        counts = clients.class_counts(self.context.num_classes)
         generic = clients.descent(down["theta"])
         personal = clients.descent(down[own] if own in down else clients[own])
         for batch in clients.batches():
@@ -107,7 +108,7 @@ class FedRoD(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, head = self._with_both_heads(clients, down), self.layout.head
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             return Message(per_client={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
@@ -123,7 +124,9 @@ class FedRoD(FedAvg):
         """Return the networks [C, P] whose head is g + p_i, of the generic part as it was sent or trained."""
         theta = generic["theta"].clone(memory_format=torch.contiguous_format)
         if self.params.hyper_head:
-            own = vmap(self.generated)(generic["hypernetwork"], self.class_counts(clients))
+            own = vmap(self.generated)(
+                generic["hypernetwork"], clients.class_counts(self.context.num_classes)
+            )
         else:
             own = clients["head"]
         theta[:, self.layout.head] += own

@@ -55,6 +55,7 @@ class GPFL(FedPer):
     name = "gpfl"
     summary = "shared class embeddings guide features, each client's own head reads its version of them"
     Params = GPFLParams
+    traits = FedPer.traits.replace(predicts_by="module")
     params: GPFLParams
     network: GuidedNetwork
 
@@ -88,11 +89,7 @@ class GPFL(FedPer):
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         shares = model["shares"][position]
-
-        def probabilities(network: GuidedNetwork, x: Tensor) -> Tensor:
-            return network(x, shares).softmax(dim=1)
-
-        return clients.outputs(model, position, probabilities, x)
+        return clients.outputs(model, position, lambda network, x: network(x, shares).softmax(dim=1), x)
 
     def as_module(self, model: Tensors) -> nn.Module:
         network = self.with_weights(model["theta"], model[BUFFERS])
@@ -101,7 +98,7 @@ class GPFL(FedPer):
 
     def shares(self, clients: ClientGroup) -> Tensor:
         """Return the share of each class in each client's training set, [C, K]."""
-        counts = self.class_counts(clients)
+        counts = clients.class_counts(self.context.num_classes)
         return counts / counts.sum(dim=1, keepdim=True)
 
     def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:

@@ -29,6 +29,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, State
+from hpcfl.methods.checks import check_num_layers
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
@@ -62,7 +63,7 @@ class HeurpFedLA(PFedLA):
 
     def __init__(self, context: Context, params: HeurpFedLAParams) -> None:
         super().__init__(context, params)
-        self.check_num_layers("k")
+        check_num_layers(self.layers, "k", params.k)
 
     def client_state(self, clients: Sequence[int]) -> State:
         state = super().client_state(clients)
@@ -74,7 +75,7 @@ class HeurpFedLA(PFedLA):
     @property
     def _own(self) -> str:
         """Name of each client's own model in its state; `theta` of a sharded server is what it received."""
-        return "theta" if self.sharded_state is None else "own"
+        return {"whole": "theta", "sharded": "own"}[self.params.server]
 
     def server_state(self) -> State:
         if not self.params.k:

@@ -24,6 +24,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.methods.checks import check_equal_starts
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.client_group import ClientGroup
 
@@ -53,8 +54,8 @@ class IFCA(Method):
 
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
-        context.check_equal_starts(params.clusters, "clusters")
-        self.num_models = params.clusters
+        check_equal_starts(context, "clusters", params.clusters)
+        self.buffers = self.buffers.of_models(params.clusters)
 
     def server_state(self) -> State:
         return {

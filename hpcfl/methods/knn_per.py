@@ -58,7 +58,9 @@ class KnnPer(FedAvg):
     summary = "FedAvg's model mixed with the nearest neighbours in each client's training set"
     privacy_units = ("client",)
     Params = KnnPerParams
-    traits = FedAvg.traits.replace(has_global_model=False, needs_body=True, buffers=("average",))
+    traits = FedAvg.traits.replace(
+        has_global_model=False, needs_body=True, buffers=("average",), predicts_by="module"
+    )
     params: KnnPerParams
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:

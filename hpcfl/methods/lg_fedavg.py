@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hpcfl.methods._own_layers import OwnLayers
 from hpcfl.methods.base import Context, Params
+from hpcfl.methods.checks import check_num_layers
 
 
 class LGFedAvgParams(Params):
@@ -41,7 +42,7 @@ class LGFedAvg(OwnLayers):
 
     def __init__(self, context: Context, params: LGFedAvgParams) -> None:
         super().__init__(context, params)
-        self.check_num_layers("global_layers")
+        check_num_layers(self.layers, "global_layers", params.global_layers)
 
     def shared_layers(self) -> Tensor:
         number = torch.arange(len(self.layers))

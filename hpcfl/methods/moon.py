@@ -53,7 +53,7 @@ class Moon(FedAvg):
     def client_state(self, clients: Sequence[int]) -> State:
         previous = {"previous": self.context.initial_parameters(clients)}
         if self.layout.buffer_size:
-            previous["previous_buffers"] = self.initial_buffers(clients)
+            previous["previous_buffers"] = self.buffers.initial(clients)
         return previous | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
     def train(self, clients: ClientGroup, down: Message) -> Message:

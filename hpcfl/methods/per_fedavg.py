@@ -85,8 +85,7 @@ class PerFedAvg(FedAvg):
             adapted = w - self.params.alpha * self._slope(clients, w, adaptation)
             slope, losses = clients.plain_gradient(adapted, batch)
             if curvature:
-                direct = slope.clone()
-                slope = direct - self.params.alpha * self._hessian_times(direct, clients, w, curvature[0])
+                slope = slope - self.params.alpha * self._hessian_times(slope, clients, w, curvature[0])
             outer.step(batch.members, slope)
             clients.record(batch, losses)
         return Message(per_client={"theta": outer.theta})

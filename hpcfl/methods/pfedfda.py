@@ -83,7 +83,9 @@ class PFedFDA(FedAvg):
     name = "pfedfda"
     summary = "a shared body under heads made of each client's class means and covariance"
     Params = PFedFDAParams
-    traits = FedAvg.traits.replace(has_global_model=False, needs_body=True)
+    traits = FedAvg.traits.replace(
+        has_global_model=False, needs_body=True, differences=("theta", "means", "covariance")
+    )
     params: PFedFDAParams
 
     def __init__(self, context: Context, params: PFedFDAParams) -> None:

@@ -34,6 +34,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.methods.checks import check_body
 from hpcfl.models.generators import EMBEDDING, HEAD_WEIGHT, Generator
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
@@ -83,7 +84,7 @@ class PFedHN(Method):
                 "use method.start=common"
             )
         if params.private_head:
-            self.check_body()
+            check_body(self.name, context)
         self._generated = self.layout.body if params.private_head else slice(0, self.layout.size)
         embedding = 1 + context.num_clients // 4 if params.embedding is None else params.embedding
         self.generator = Generator(
@@ -142,7 +143,8 @@ class PFedHN(Method):
             start = self._with_head(clients, generated())
             theta = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
             if self.params.private_head:
-                clients["head"] = theta[:, self.layout.head]
+                with clients.temporary_state():
+                    clients["head"] = theta[:, self.layout.head]
             delta = (start - theta)[:, self._generated]
             slope = self.generator.gradients(weights, everyone, delta).others[EMBEDDING]
             shrink = (self.params.clip / slope.norm(dim=1, keepdim=True)).clamp(max=1.0)

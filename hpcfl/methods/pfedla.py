@@ -45,6 +45,7 @@ ranks; they are not those of `whole`, whose sums run over all clients at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -52,16 +53,17 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods._hypernetwork_state import OWN_OPTIMISER, HypernetworkState
+from hpcfl.methods._hypernetwork_state import HypernetworkState
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.client_group import ClientGroup
 
-LARGEST_UPDATE = OWN_OPTIMISER + "largest_update"
+LARGEST_UPDATE = "optimiser/largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
 HISTORY_LIMIT = 10_000
 """Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
@@ -137,7 +139,7 @@ class PFedLA(Method):
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
         self.sharded_state = "theta" if params.server == "sharded" else None
-        if self.sharded_state and len(context.num_samples_of_unseen):
+        if params.server == "sharded" and len(context.num_samples_of_unseen):
             raise UserError(
                 "data.unseen_clients does not go with method.server=sharded, where models stay with their "
                 "workers, and clients that take no part in training need all; allowed: method.server=whole"
@@ -164,25 +166,30 @@ class PFedLA(Method):
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
-        state: State = {} if self.sharded_state else {"theta": self._initial_models(clients)}
-        if self._mixes_buffers:
-            state[BUFFERS] = self.initial_buffers(clients)
+        state = self._initial_models("whole", clients)
+        if self.buffers.are("mixed"):
+            state[BUFFERS] = self.buffers.initial(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
         return state | self.learner.initial(self.context.seed, head_init)
 
     def client_state(self, clients: Sequence[int]) -> State:
-        return {"theta": self._initial_models(clients)} if self.sharded_state else {}
+        return self._initial_models("sharded", clients)
 
-    def _initial_models(self, clients: Sequence[int]) -> Tensor:
-        """Return the initial models [C, P] of some clients."""
-        return self.context.initial_parameters(clients, self.params.initial_models == "own")
+    def _initial_models(self, server: Literal["whole", "sharded"], clients: Sequence[int]) -> State:
+        """Return the initial models [C, P] of some clients, if `method.server` is this."""
+        if self.params.server != server:
+            return {}
+        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
+
+    def models(self, server: State) -> ShardedRows | WholeRows:
+        """Return the clients' models, which this server mixes, compares and replaces."""
+        return self.sharded if self.sharded_state else WholeRows(server["theta"], self.layers)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
-        mixed = self.sharded.mix(alpha) if self.sharded_state else self.mix(alpha, server["theta"])
-        rows = {"theta": mixed}
-        if self._mixes_buffers:
+        rows = {"theta": self.models(server).mix(alpha)}
+        if self.buffers.are("mixed"):
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(per_client=rows)
 
@@ -191,60 +198,56 @@ class PFedLA(Method):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         clients, index = cohort.clients, torch.tensor(cohort.clients)
-        outputs, own, common = self.learner.outputs_to_differentiate(server, clients)
+        outputs, leaves = self.learner.outputs_to_differentiate(server, clients)
         alpha = self._normalise(outputs, clients)
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
         assert up.sent is not None
-        trained, start = arrived["theta"], up.sent.per_client["theta"]
-        if self.sharded_state:
-            products = self.sharded.products(trained - start)
-        else:
-            products = self.layer_products(trained, start, server["theta"])
+        models, delta = self.models(server), arrived["theta"] - up.sent.per_client["theta"]
+        products = models.products(delta)
         before = server[LARGEST_UPDATE][index]
-        server[LARGEST_UPDATE][index] = largest = _largest(before, trained - start)
+        server[LARGEST_UPDATE][index] = largest = _largest(before, delta)
         if self.params.optimiser == "scaled":
             products = _scaled(products, largest)
         # a retained layer was not mixed, and before its first training a client has no model of its own
         has_no_gradient = retained | (before == 0).unsqueeze(-1)
         products = products.masked_fill(has_no_gradient.unsqueeze(-1), 0.0)
-        self.learner.step(server, clients, -(alpha * products).sum(), own, common, retained)
-        if self.sharded_state:
-            self.sharded.put(clients, trained)
-        else:
-            server["theta"][index] = trained
-        if self._mixes_buffers:
+        self.learner.step(server, clients, -(alpha * products).sum(), leaves, retained)
+        models.put(clients, arrived["theta"])
+        if self.buffers.are("mixed"):
             server[BUFFERS][index] = arrived[BUFFERS]
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         shared = {"models": server["theta"]}
-        if self._mixes_buffers:
+        if self.buffers.are("mixed"):
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Learn a new client's weights from uniform ones, beside the models as they are."""
-        models = down.shared["models"]
+        models = WholeRows(down.shared["models"], self.layers)
+        count = len(models.rows)
         scaled = self.params.optimiser == "scaled"
-        lr = (self.hypernetwork_lr if scaled else STEP_SIZES["scaled"]) * len(models)
-        outputs = models.new_zeros(len(clients), len(self.layers), len(models), requires_grad=True)
-        largest = models.new_zeros(len(clients), dtype=torch.float64)
-        with self.keeping_averaged_buffers(clients):
+        lr = (self.hypernetwork_lr if scaled else STEP_SIZES["scaled"]) * count
+        outputs = models.rows.new_zeros(len(clients), len(self.layers), count, requires_grad=True)
+        largest = models.rows.new_zeros(len(clients), dtype=torch.float64)
+        with self.buffers.keeping_averages(clients):
             for epoch in range(clients.local_epochs):
                 alpha = outputs.softmax(dim=-1)
-                start = self._mixture(clients, down, alpha.detach())
-                trained = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
-                largest = _largest(largest, trained - start)
-                products = _scaled(self.layer_products(trained, start, models), largest)
+                start = self._mixture(clients, down, models, alpha.detach())
+                delta = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta - start
+                largest = _largest(largest, delta)
+                products = _scaled(models.products(delta), largest)
                 (slope,) = torch.autograd.grad(-(alpha * products).sum(), outputs)
                 outputs = (outputs - lr * slope).detach().requires_grad_()
-        return Message(per_client={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
+        alpha = outputs.detach().softmax(dim=-1)
+        return Message(per_client={"theta": self._mixture(clients, down, models, alpha)})
 
-    def _mixture(self, clients: ClientGroup, down: Message, alpha: Tensor) -> Tensor:
+    def _mixture(self, clients: ClientGroup, down: Message, models: WholeRows, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
-        if self._mixes_buffers:
-            clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
-        return self.mix(alpha, down.shared["models"])
+        if self.buffers.are("mixed"):
+            clients.replace_buffers(self.mix_buffers(alpha, down.shared["models_buffers"]))
+        return models.mix(alpha)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": down["theta"]})
@@ -280,13 +283,6 @@ class PFedLA(Method):
         """Return the weights [S, L, N] of the models that are sent; a retained layer is the client's own."""
         return torch.where(self.retained(alpha, clients).unsqueeze(-1), self._own_weights(clients), alpha)
 
-    def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
-        """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
-        mixed = theta.new_empty(len(alpha), self.layout.size)
-        for number, part in pieces(self.layers):
-            torch.mm(alpha[:, number], theta[:, part], out=mixed[:, part])
-        return mixed
-
     def mix_buffers(self, alpha: Tensor, buffers: Tensor) -> Tensor:
         """Return running statistics [S, U] mixed with the weights of the layer they belong to."""
         mixed = buffers.new_empty(len(alpha), self.layout.buffer_size)
@@ -294,16 +290,6 @@ class PFedLA(Method):
             part = slice(layer.buffer_start, layer.buffer_stop)
             mixed[:, part] = alpha[:, number] @ buffers[:, part]
         return mixed
-
-    def layer_products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
-        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
-
-        Delta = trained - start, both [S, P], and theta is [N, P].
-        """
-        products = theta.new_zeros(len(self.layers), len(trained), len(theta))
-        for number, part in pieces(self.layers):
-            products[number].addmm_(trained[:, part] - start[:, part], theta[:, part].T)
-        return products.transpose(0, 1)
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
         if self.params.weights == "softmax":
@@ -319,9 +305,32 @@ class PFedLA(Method):
         own = torch.nn.functional.one_hot(torch.tensor(list(clients)), self.context.num_clients)
         return own.to(torch.get_default_dtype()).unsqueeze(1)
 
-    @property
-    def _mixes_buffers(self) -> bool:
-        return self.buffers == "mixed" and self.layout.buffer_size > 0
+
+@dataclass(frozen=True)
+class WholeRows:
+    """All models [N, P] in one tensor, used as `ShardedRows` are."""
+
+    rows: Tensor
+    layers: Sequence[Layer]
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return theta_bar [S, P] from weights [S, L, N] (eq. 6)."""
+        mixed = self.rows.new_empty(len(weights), self.rows.shape[1])
+        for number, part in pieces(self.layers):
+            torch.mm(weights[:, number], self.rows[:, part], out=mixed[:, part])
+        return mixed
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N], of Delta [S, P]: the ascent direction on
+        alpha."""
+        products = self.rows.new_zeros(len(self.layers), len(vectors), len(self.rows))
+        for number, part in pieces(self.layers):
+            products[number].addmm_(vectors[:, part].contiguous(), self.rows[:, part].T)
+        return products.transpose(0, 1)
+
+    def put(self, clients: Sequence[int], rows: Tensor) -> None:
+        """Replace the models of some clients by rows [S, P]."""
+        self.rows[list(clients)] = rows
 
 
 def _largest(before: Tensor, delta: Tensor) -> Tensor:

@@ -53,7 +53,6 @@ from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
-from hpcfl.training.losses import cross_entropy_loss
 
 FIRST, OTHERS = "theta", "branches"
 
@@ -86,6 +85,7 @@ class PFedMB(Method):
     Params = PFedMBParams
     traits = Traits(
         averages=("branches",),
+        differences=(FIRST, OTHERS),
         refuses=dict.fromkeys(
             ("optimiser", "clip"), "whose branches' steps are shares of the step that SGD makes"
         ),
@@ -148,7 +148,7 @@ class PFedMB(Method):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         branches = self._together(down)
-        with self.keeping_averaged_buffers(clients):
+        with self.buffers.keeping_averages(clients):
             kept = self._train_alpha(clients, branches, None, "finetune/alpha")
         return Message(per_client={"theta": self.mix(self.alpha(kept), branches)})
 
@@ -260,9 +260,7 @@ class PFedMB(Method):
     def _mixed_gradient(
         self, clients: ClientGroup, alpha: Tensor, branches: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        mixed = self.mix(alpha, branches)
-        gradients, losses = clients.gradient(cross_entropy_loss, {"theta": mixed}, batch)
-        return gradients["theta"], losses
+        return clients.plain_gradient(self.mix(alpha, branches), batch)
 
     def _apart(self, branches: Tensor) -> tuple[State, State]:
         """Split branches [..., B, P] into the first, which travels whole, and the others, masked."""

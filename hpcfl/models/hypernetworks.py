@@ -76,6 +76,11 @@ class Hypernetworks:
             return {"heads.weight": self.num_clients, "heads.bias": self.num_clients}
         return {"heads.weight": min(self.num_clients, self.rank), "heads.bias": self.num_clients}
 
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Return the names of the tensors with one row per client, and of those common to all."""
+        return [*self.shapes()], [] if self.rank is None else [CODES]
+
     def initial_codes(self, seed: int, head_init: HeadInit) -> Tensors:
         """Draw the codes [1, L, N, R] from N(0, 1/R); empty without a rank.
 
@@ -213,3 +218,10 @@ def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
     moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENTS}
     shapes = {"steps": heads.shape[:1], "heads.steps": heads.shape[:2]}
     return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+
+
+def moment_names(names: Sequence[str], optimiser: Optimiser) -> list[str]:
+    """Return the names in `initial_moments` of hypernetworks, or codes, with tensors of these names."""
+    if optimiser != "adam" or not names:
+        return []
+    return [*(f"{name}.{kind}" for name in names for kind in MOMENTS), "steps", "heads.steps"]

@@ -162,8 +162,8 @@ def _prepared(
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
     ]
     experiment = assemble(config, world, device, method, data, arrays, cut, count)
-    folder = RunFolder(path, config)
-    folder.open(False, method.layout, [], at_exit)
+    folder = RunFolder(path, config, uses_total_rounds=True)
+    folder.open(False, method.layout, at_exit, {})
     return _Rounds(experiment, world, folder, members)
 
 
@@ -204,7 +204,7 @@ class _Rounds(Simulation):
 
     def measure(self, rounds: Sequence[_Round]) -> DryRun:
         """Measure an evaluation, an adaptation, and the last checkpoint; `rounds` are measured already."""
-        last, size, fastest = self.config.train.rounds - 1, len(self._members), _fastest(rounds)
+        last, size, fastest = self._train.rounds - 1, len(self._members), _fastest(rounds)
         send_s, sent = self._sent(last)
         chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
         score_s, models = self._scored(last + 1, send_s)
@@ -246,7 +246,7 @@ class _Rounds(Simulation):
     def _measured_round(self) -> _Round:
         size, common, rows = len(self._members), self._world.bytes_in_common, self._world.bytes_of_rows
         began_s = time.monotonic()
-        self._round(self._cohort(self.config.train.rounds - 1), False)
+        self._round(self._cohort(self._train.rounds - 1), False)
         round_s = time.monotonic() - began_s
         load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
         # layers and other tensors, running statistics, indices; down and up
@@ -269,7 +269,7 @@ class _Rounds(Simulation):
             models = list(self._evaluator.models(self.server, self._cohort(done), self._found))
             seconds.append(time.monotonic() - began_s)
         of_cohort = self._experiment.num_evaluated[: len(self._members)]
-        units = sum(self._batches) if self.config.train.finetune_epochs else int(of_cohort.sum())
+        units = sum(self._batches) if self._train.finetune_epochs else int(of_cohort.sum())
         return max(0.0, min(seconds) - send_s) / max(1, units), models[0]
 
     def _adapted(self, done: int) -> tuple[float, Message]:

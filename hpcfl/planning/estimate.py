@@ -21,7 +21,7 @@ from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
 from hpcfl.setup.experiment import is_batched
 from hpcfl.simulation.migration import assign_workers
-from hpcfl.simulation.sampling import sampled
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import notice_s
 from hpcfl.training.work import Work
 
@@ -162,6 +162,7 @@ class Planner:
     def _placed_cohorts(self, shards: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return the members of some rounds, worker by worker."""
         rounds, count, context = self._train.rounds, self._num_clients, self._method.context
+        sampler = Sampler(context)
         some = 1 if self._cohort == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
         device = torch.device(self._measured.device)
@@ -170,7 +171,7 @@ class Planner:
         home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []
         for number in np.linspace(0, rounds - 1, some).astype(int).tolist():
-            members = sampled(context.clients, context.num_samples, self._cohort, self._run.seed, number)
+            members = sampler.clients(number)
             workers: Sequence[int] = [home[client] for client in members]
             if visit:
                 workers = assign_workers([self._num_train[c] for c in members], workers, len(shards))

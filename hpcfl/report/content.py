@@ -16,7 +16,6 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
-from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
@@ -136,7 +135,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,
-        "scored": scored_when(config),
+        "scored": scored_when(config.method.name, config.train),
         "split": config.run.eval_split,
         "headline": _headline(run, clients, steps[-1]),
         "warnings": warnings,
@@ -364,5 +363,5 @@ def _keys_that_differ(trees: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     """Return notes about several runs."""
-    differ = _keys_that_differ([sample_keys(run.config) for run in runs])
+    differ = _keys_that_differ([run.config.sample_keys() for run in runs])
     return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."] if differ else []

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config.keys import Config
 from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
@@ -56,7 +55,8 @@ class Comparison:
         lines = [["run", "mean accuracy", "spread over clients", "scored"]]
         for entry, name, mean in zip(self.entries, names, self.means, strict=True):
             spread = statistics.fmean(float(run.in_training["accuracy"].std()) for run in entry)
-            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
+            method, train = entry[0].config.method.name, entry[0].config.train
+            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(method, train)])
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
             lines = [[*line, added] for line, added in zip(lines, unseen, strict=True)]
@@ -108,7 +108,7 @@ def compare(*runs: Run) -> Comparison:
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for first, *others in zip(*entries, strict=True):
         for other in others:
-            if changed := differences(sample_keys(first.config), sample_keys(other.config)):
+            if changed := differences(first.config.sample_keys(), other.config.sample_keys()):
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their clients have other samples "
                     f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
@@ -139,14 +139,6 @@ def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys that change a run's results."""
     return {key: value for key, value in run.config.result_keys().items() if key not in without}
-
-
-def sample_keys(config: Config) -> dict[str, Any]:
-    """Return the keys that decide which samples each client has, and which are scored."""
-    keys = {key: value for key, value in config.result_keys().items() if key.startswith("data.")}
-    # normalisation does not change which samples a client has
-    del keys["data.normalise"]
-    return keys | {"data.seed": config.data_seed, "run.eval_split": config.run.eval_split}
 
 
 def _accuracies(entry: Sequence[Run]) -> list[list[float]]:

@@ -98,13 +98,8 @@ class TrainedModels:
 
     @property
     def is_network(self) -> bool:
-        """Whether the method's `as_module` agrees with its `predict`: no class overrides only the latter."""
-        kinds = type(self.method).__mro__
-        of_network, of_rule = (
-            next(number for number, kind in enumerate(kinds) if name in vars(kind))
-            for name in ("as_module", "predict")
-        )
-        return of_network <= of_rule
+        """Whether the method predicts by one network or module, not by a rule of its own."""
+        return self.method.traits.predicts_by != "rule"
 
     def tensors(self, client: ClientName) -> Tensors:
         """Return a model by named tensors: the state of its network, or else its parts.
@@ -205,7 +200,7 @@ class TrainedModels:
         if method.layout.buffer_size and BUFFERS not in server:
             raise UserError(
                 f"the global model of method.name={name} has no running statistics of BatchNorm, which stay "
-                f"with the clients (train.buffers={method.buffers}); {theirs}"
+                f"with the clients (train.buffers={method.buffers.policy}); {theirs}"
             )
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 

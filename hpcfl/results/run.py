@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from hpcfl.config.keys import ENVIRONMENT, Config, Layout
+from hpcfl.config.keys import ENVIRONMENT, Config, Layout, TrainConfig
 from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
@@ -322,8 +322,6 @@ class Run:
         return export(self.models, client, Path(out), self.clients if self.is_finished else {})
 
 
-def scored_when(config: Config) -> str:
+def scored_when(method: str, train: TrainConfig) -> str:
     """Return when a run's models are scored: after the download, after training, or after fine-tuning."""
-    if config.train.finetune_epochs:
-        return "after fine-tuning"
-    return f"after {METHODS[config.method.name].traits.eval_after}"
+    return f"after {'fine-tuning' if train.finetune_epochs else METHODS[method].traits.eval_after}"

@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import ShardedRows
-from hpcfl.config.keys import Config, DataConfig, RunConfig, TrainConfig
+from hpcfl.config.keys import CommConfig, Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
@@ -59,7 +59,8 @@ LOG = logging.getLogger(__name__)
 class Experiment:
     """All parts of a run on one rank: N clients in training, and U unseen clients with ids from N on."""
 
-    config: Config
+    run: RunConfig
+    comm: CommConfig
     method: Method
     worker_context: WorkerContext
     unseen: WorkerContext
@@ -174,12 +175,12 @@ def method_of(config: Config, data: DataRecord) -> Method:
         data.sample,
         data.num_classes,
         num_samples[:num_clients],
-        config.train,
-        config.run.seed,
-        num_samples[num_clients:],
-        config.server,
-        config.privacy,
-        config.clients,
+        train=config.train,
+        seed=config.run.seed,
+        num_samples_of_unseen=num_samples[num_clients:],
+        server=config.server,
+        privacy=config.privacy,
+        clients=config.clients,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -193,8 +194,8 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_chain(method, world.num_workers)
     check_large_state(method, world)
     check_single_samples(method)
-    check_private_data(config, data)
-    check_candidates(config, method.context.num_clients)
+    check_private_data(config.privacy, config.data.normalise, data)
+    check_candidates(method.context)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 
@@ -227,8 +228,6 @@ def assemble(
     clients = world.shard(num_clients, unit=unit)
     own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    batched = is_batched(config.run.engine, device, config.model.name)
-    check_slow_precision(config.train.precision, batched or device.type != "cpu")
     shift = shift_of(config.data, config.data_seed, len(parts))
     noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
@@ -243,7 +242,7 @@ def assemble(
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes
     training, evaluator, scorer, engine_name = engines_of(
-        config, method, network, device, world.workers_on_device, len(clients), beside
+        config.run, method, network, device, world.workers_on_device, len(clients), beside
     )
     worker_context = WorkerContext(
         shard,
@@ -256,7 +255,7 @@ def assemble(
         state,
         scorer,
         augmentation_of(config.train, data, device),
-        private_gradients(config, method, network),
+        private_gradients(method, network),
         config.clients,
     )
     unseen_context = worker_context.of_unseen(unseen_shard, unseen, adapter.initial_clients(unseen))
@@ -270,7 +269,8 @@ def assemble(
             domains_of(arrays, parts),
         )
     return Experiment(
-        config=config,
+        run=config.run,
+        comm=config.comm,
         method=method,
         worker_context=worker_context,
         unseen=unseen_context,
@@ -285,7 +285,7 @@ def assemble(
 
 
 def engines_of(
-    config: Config,
+    run: RunConfig,
     method: Method,
     network: nn.Module,
     device: torch.device,
@@ -295,7 +295,7 @@ def engines_of(
 ) -> tuple[Engine, LoopEngine, BatchedScorer | None, str]:
     """Return what trains, evaluates and scores the clients of a rank, and its `Experiment.engine_name`.
 
-    On a GPU, the memory that is then free decides on the settings.
+    On a GPU, the memory that is then free decides on the settings. May raise UserError.
 
     Args:
         network: on the device.
@@ -303,14 +303,17 @@ def engines_of(
         num_clients: clients of this rank.
         state_bytes: what the state that this rank will keep on the device takes.
     """
-    smoothing = config.train.label_smoothing or 0.0
-    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
-    if not is_batched(config.run.engine, device, config.model.name):
+    train = method.context.train
+    smoothing = train.label_smoothing or 0.0
+    batched = is_batched(run.engine, device, method.context.model_name)
+    check_slow_precision(train.precision, batched or device.type != "cpu")
+    evaluator = LoopEngine(network, method.layout, train.precision, smoothing)
+    if not batched:
         return evaluator, evaluator, None, "loop"
-    at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, num_clients, state_bytes)
+    at_once = clients_at_once(run.clients_at_once, method, device, sharing, num_clients, state_bytes)
     # on a GPU the choice affects the last bits, so config.yaml records it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-    convolved = with_convolutions(network, config.run.convolutions)
+    convolved = with_convolutions(network, run.convolutions)
     training = BatchedEngine(convolved, method.layout, at_once, smoothing)
     return training, evaluator, BatchedScorer(network, method.layout), name
 
@@ -328,19 +331,19 @@ def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) 
     return Augmentation(train.augment, (-mean / std).to(device))
 
 
-def private_gradients(config: Config, method: Method, network: nn.Module) -> PrivateGradients | None:
+def private_gradients(method: Method, network: nn.Module) -> PrivateGradients | None:
     """Return what makes the gradients of `privacy.unit=sample`; None without it. May raise UserError."""
-    privacy = config.privacy
+    privacy, model = method.context.privacy, method.context.model_name
     if privacy.unit != "sample":
         return None
-    if not MODELS[config.model.name].has_batched_engine:
+    if not MODELS[model].has_batched_engine:
         raise UserError(
-            f"privacy.unit=sample needs the gradient of each sample, and model.name={config.model.name} "
+            f"privacy.unit=sample needs the gradient of each sample, and model.name={model} "
             "cannot give it; use another model, or privacy.unit=client"
         )
     assert privacy.clip is not None
     assert privacy.noise is not None
-    smoothing = config.train.label_smoothing or 0.0
+    smoothing = method.context.train.label_smoothing or 0.0
     return PrivateGradients(network, method.layout, privacy.clip, privacy.noise, smoothing)
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import PrivacyConfig
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import memory_bytes
-from hpcfl.methods import Method
+from hpcfl.methods import Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.privacy import accounting_library
 from hpcfl.storage.snapshot import DataRecord
@@ -32,9 +32,9 @@ def check_chain(method: Method, num_workers: int) -> None:
         )
 
 
-def check_candidates(config: Config, num_clients: int) -> None:
+def check_candidates(context: Context) -> None:
     """Raise UserError if a cohort has more members than there are candidates."""
-    count, size = config.clients.candidates, config.train.cohort_size(num_clients)
+    count, size = context.clients.candidates, context.train.cohort_size(context.num_clients)
     if count is not None and count < size:
         raise UserError(
             f"clients.candidates={count} are too few for the {size} clients of a round; set "
@@ -101,15 +101,15 @@ def check_large_state(method: Method, world: Communicator) -> None:
         raise UserError(reason)
 
 
-def check_private_data(config: Config, data: DataRecord) -> None:
-    """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden, or the
-    accountant is not installed."""
-    if config.privacy.unit is None:
+def check_private_data(privacy: PrivacyConfig, normalise: object, data: DataRecord) -> None:
+    """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden
+    (`data.normalise`), or the accountant is not installed."""
+    if privacy.unit is None:
         return
     accounting_library()
-    if config.data.normalise == "auto" and data.sample.kind in ("series", "features"):
+    if normalise == "auto" and data.sample.kind in ("series", "features"):
         raise UserError(
-            f"privacy.unit={config.privacy.unit} would not hide the means and deviations by which "
+            f"privacy.unit={privacy.unit} would not hide the means and deviations by which "
             "data.normalise=auto scales these samples; set data.normalise=none, or numbers that are public"
         )
 

@@ -32,7 +32,7 @@ class Saver:
     ) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
         self._evaluator = evaluator
-        self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
+        self._method, self._adapter = federation.method, federation.adapter
 
     def start(self) -> tuple[State, int]:
         """Resume from a checkpoint, or start; return the server's state and the rounds done. Collective.
@@ -76,9 +76,9 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    self._config.method.name,
+                    self._method.name,
                     done,
-                    self._config.yaml(),
+                    self._folder.config.yaml(),
                     self._method.layout.slots,
                     self._federation.experiment.data,
                     server,
@@ -140,7 +140,8 @@ class Saver:
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""
-        if done == self._config.train.rounds or done % self._config.run.eval_every == 0:
+        every = self._federation.experiment.run.eval_every
+        if done == self._method.context.train.rounds or done % every == 0:
             return
         if self._ledger.metrics and self._ledger.last("round") == done:
             self._ledger.forget_last_evaluation()

@@ -26,13 +26,13 @@ class Evaluator:
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self._method, self._adapter = federation.method, federation.adapter
+        train = self._method.context.train
         self._scores_the_download = (
             self._method.traits.eval_after == "download"
-            and federation.config.train.finetune_epochs == 0
+            and train.finetune_epochs == 0
             and type(self._method).model_after_download is Method.model_after_download
         )
-        self._split = federation.config.run.eval_split
-        self._scores_val = federation.config.train.patience is not None
+        self._split, self._scores_val = federation.experiment.run.eval_split, train.patience is not None
 
     def evaluate(self, server: State, done: int) -> Evaluation:
         """Score every client after `done` rounds, unseen ones too. Collective."""
@@ -131,7 +131,7 @@ class Evaluator:
         split = split or self._split
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
-        if type(self._method).predict is Method.predict:
+        if self._method.traits.predicts_by == "network":
             together = clients.scores(model, split)
             if together is not None:
                 return together

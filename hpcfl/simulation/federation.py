@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +17,8 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import State
-from hpcfl.privacy import drawn_clients
 from hpcfl.setup.experiment import Experiment
-from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
-from hpcfl.simulation.sampling import drawn_by_size, is_dropped, of_highest_loss, sampled
+from hpcfl.simulation.migration import ClientMigration
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 T = TypeVar("T")
@@ -56,8 +53,7 @@ class Federation:
 
     def __init__(self, experiment: Experiment, world: Communicator) -> None:
         self.experiment, self.world = experiment, world
-        self.method, self.config = experiment.method, experiment.config
-        self.adapter = experiment.adapter
+        self.method, self.adapter = experiment.method, experiment.adapter
         self.worker_context = experiment.worker_context
         self.num_clients = experiment.num_clients
         """Clients that take part in training, N."""
@@ -67,52 +63,14 @@ class Federation:
         self.unseen = range(self.num_clients, len(experiment.num_train))
         self.channel = Channel(world, self.method.layers, self.num_clients, self.method.shard_unit)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
-        self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
-        self.migration = ClientMigration(world, self.worker_context)
-        # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
-        at_once = world.maximum(self.worker_context.engine.clients_at_once)
-        is_balanced = self.config.run.placement == "balanced"
-        self._balances_work = is_balanced and at_once == 1 and world.num_workers > 1
-        self._cohort_size = self.config.train.cohort_size(self.num_clients)
-
-    def cohort(self, number: int) -> Cohort:
-        """Sample the clients of round `number`, the same on every rank without a message.
-
-        Not for `clients.sampling=power_of_choice`, see `cohort_of_highest_loss`.
-        """
-        config, num_samples = self.config, self.method.context.num_samples
-        if config.privacy.unit == "client":
-            share, seed = config.train.participation, config.run.seed
-            return self.cohort_of(number, drawn_clients(self.num_clients, share, seed, number))
-        clients = sampled(config.clients, num_samples, self._cohort_size, config.run.seed, number)
-        return self.cohort_of(number, clients)
-
-    def cohort_of_highest_loss(self, number: int, losses: np.ndarray) -> Cohort:
-        """Sample the clients of round `number` by their last training losses [N], nan where unknown.
-
-        Only the server's losses count. Collective.
-        """
-        size, num_samples = self._cohort_size, self.method.context.num_samples
-        count = self.config.clients.candidates or 2 * size
-        candidates = drawn_by_size(num_samples, count, self.config.run.seed, number)
-        chosen = torch.tensor(of_highest_loss(candidates, losses, size))
-        self.world.broadcast(chosen)
-        return self.cohort_of(number, chosen.tolist())
+        self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
+        self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
 
     def select(self, cohort: Cohort, places: Sequence[int]) -> tuple[Cohort, list[int]]:
         """Return the members at some positions in a cohort, and the places of this rank's among its own."""
         chosen = {*places}
         here = [n for n, place in enumerate(self.channel.own(cohort)) if place in chosen]
         return cohort.select(places), here
-
-    def not_dropped(self, cohort: Cohort) -> list[int]:
-        """Return the positions of the members that `clients.drop_rate` leaves in the round."""
-        settings, seed = self.config.clients, self.config.run.seed
-        return [
-            n
-            for n, client in enumerate(cohort.clients)
-            if not is_dropped(settings, seed, cohort.round, client)
-        ]
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients in ascending order, all in training or all unseen."""
@@ -121,28 +79,6 @@ class Federation:
             numbers = [client - self.num_clients for client in clients]
             workers = tuple(self.world.homes(numbers, self.num_unseen, self.method.shard_unit))
         return Cohort(round, tuple(clients), num_samples, workers)
-
-    def placed(self, cohort: Cohort) -> Cohort:
-        """Return the cohort with the workers that train its members, the same on every rank.
-
-        If clients train one at a time, they are balanced by their samples and local epochs (`run.placement`);
-        otherwise they train at home.
-        """
-        if not self._balances_work:
-            return cohort
-        homes, epochs = self.channel.homes(cohort), self.worker_context.work.local_epochs
-        sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)
-        work = [epochs(cohort.round, client) * size for client, size in sizes]
-        workers = assign_workers(work, homes, self.world.num_workers)
-        return replace(cohort, workers=workers)
-
-    def migrations(self, cohort: Cohort) -> list[Migration]:
-        """Return the migration of each member that trains on another worker than its own."""
-        if cohort.workers is None:
-            return []
-        homes = self.channel.homes(cohort)
-        ways = zip(cohort.clients, homes, cohort.workers, strict=True)
-        return [(client, home, worker) for client, home, worker in ways if home != worker]
 
     def cohorts(self, round: int, clients: range) -> Iterator[Cohort]:
         """Yield `in_training` or `unseen` in cohorts of bounded size, the same for any number of ranks.
@@ -199,7 +135,9 @@ class Federation:
         """
         outline = up.with_clients(up.num_clients)
         for name in up.per_client:
-            frame = Frame.of(up, name, self.method.layers).after(received)
+            frame = Frame.of(up, name, self.method.layers)
+            if name in self.method.traits.differences:
+                frame = frame.after(received)
             outline.pieces[name] = self._up.for_frame(frame).pieces(frame)
         names_layers = not self.adapter.needs_request(round)
         return torch.from_numpy(count_bytes(outline, self.method.layers, names_layers).total)
@@ -213,7 +151,7 @@ class Federation:
             (int(place is not self.worker_context), place.clients.index(client)) for place, client in found
         ]
         unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
-        return UploadCoding(self._up, received, unsent)
+        return UploadCoding(self._up, received, self.method.traits.differences, unsent)
 
     def on_device(self, received: Message) -> Message:
         """Copy shared tensors to the device, once for all groups; rows follow group by group."""

@@ -16,7 +16,9 @@ from io import BytesIO
 import torch
 from torch import Tensor
 
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.messages import Cohort
 from hpcfl.data.shard import SPLITS
 from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import WorkerContext
@@ -69,18 +71,44 @@ Migration = tuple[int, int, int]
 
 
 class ClientMigration:
-    """Moves members of a cohort, with their samples and state, to the workers that train them, and back."""
+    """Moves members of a cohort, with their samples and state, to the workers that train them, and back.
 
-    def __init__(self, world: Communicator, home: WorkerContext) -> None:
-        self._world, self._home = world, home
+    `placement` is `run.placement`. Making one is collective.
+    """
+
+    def __init__(self, world: Communicator, channel: Channel, home: WorkerContext, placement: str) -> None:
+        self._world, self._channel, self._home = world, channel, home
+        # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
+        at_once = world.maximum(home.engine.clients_at_once)
+        self._balances_work = placement == "balanced" and at_once == 1 and world.num_workers > 1
         self._migrations: list[Migration] = []
         self.worker_context = home
         """Samples and state of the clients that migrated to this rank."""
 
-    def begin(self, migrations: Sequence[Migration]) -> None:
+    def placed(self, cohort: Cohort) -> Cohort:
+        """Return the cohort with the workers that train its members, the same on every rank.
+
+        If clients train one at a time, they are balanced by their samples and local epochs (`run.placement`);
+        otherwise they train at home.
+        """
+        if not self._balances_work:
+            return cohort
+        epochs, homes = self._home.work.local_epochs, self._channel.homes(cohort)
+        sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)
+        work = [epochs(cohort.round, client) * size for client, size in sizes]
+        return replace(cohort, workers=assign_workers(work, homes, self._world.num_workers))
+
+    def migrations(self, cohort: Cohort) -> list[Migration]:
+        """Return the migration of each member that trains on another worker than its own."""
+        if cohort.workers is None:
+            return []
+        ways = zip(cohort.clients, self._channel.homes(cohort), cohort.workers, strict=True)
+        return [(client, home, worker) for client, home, worker in ways if home != worker]
+
+    def begin(self, cohort: Cohort) -> None:
         """Send clients to the workers that train them. Every rank must call it, and `end` after training."""
-        self._migrations = list(migrations)
-        if not migrations:
+        self._migrations = self.migrations(cohort)
+        if not self._migrations:
             return
         arrived = self._carry(self._migrations, self._samples_and_state)
         clients = sorted(arrived)

@@ -17,6 +17,7 @@ from hpcfl.privacy import epsilon_after, epsilon_of_samples
 from hpcfl.simulation.clock import Clock
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.local_round import LocalRound
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.storage.ledger import Evaluation, Ledger
 
 
@@ -41,10 +42,19 @@ class Timing:
 class Recorder:
     """Enters a run's rounds and evaluations in the server's ledger; `clock` is the simulated one, if any."""
 
-    def __init__(self, federation: Federation, clock: Clock | None) -> None:
-        self._federation, self._clock = federation, clock
-        layers = [layer.name for layer in federation.method.layers]
-        self.ledger = Ledger(federation.config, federation.num_clients, layers, federation.num_unseen)
+    def __init__(self, federation: Federation, sampler: Sampler, clock: Clock | None) -> None:
+        self._federation, self._sampler, self._clock = federation, sampler, clock
+        method = federation.method
+        self._context = context = method.context
+        self.ledger = Ledger(
+            method.name,
+            context.clients,
+            federation.num_clients,
+            [layer.name for layer in method.layers],
+            federation.num_unseen,
+            is_private=context.privacy.unit is not None,
+            has_patience=context.train.patience is not None,
+        )
         self.timing = Timing()
         self._started_s = time.monotonic()
         self._wall_before_s = 0.0
@@ -52,12 +62,12 @@ class Recorder:
     def start(self, done: int) -> None:
         """Continue after `done` rounds, which the ledger has."""
         self._wall_before_s = self.ledger.wall_s
-        federation, is_sampled = self._federation, self.ledger.is_sampled
-        if federation.world.is_server and federation.config.clients.sampling != "power_of_choice":
+        is_sampled = self.ledger.is_sampled
+        if self._federation.world.is_server and self._context.clients.sampling != "power_of_choice":
             for number in range(done):
                 if is_sampled.all():
                     break
-                is_sampled[list(federation.cohort(number).clients)] = True
+                is_sampled[self._sampler.clients(number)] = True
 
     def set_wall_time(self) -> None:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
@@ -131,8 +141,7 @@ class Recorder:
 
     def _epsilon(self, done: int) -> float:
         """Return epsilon after `done` rounds; nan without `privacy.unit`."""
-        federation = self._federation
-        privacy, train = federation.config.privacy, federation.config.train
+        federation, privacy, train = self._federation, self._context.privacy, self._context.train
         if privacy.unit is None:
             return math.nan
         if privacy.unit == "client":

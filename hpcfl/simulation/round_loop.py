@@ -22,6 +22,7 @@ from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, stack
 from hpcfl.simulation.local_round import Groups, LocalTraining
 from hpcfl.simulation.recording import Recorder
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import StopFlag, notice_s
 from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.runfolder import RunFolder
@@ -45,17 +46,18 @@ class Simulation:
         progress: Progress,
         folder: RunFolder | None,
     ) -> None:
-        self.config, self.method = experiment.config, experiment.method
+        self.method, self._train = experiment.method, experiment.method.context.train
         self._world, self._stop, self._progress, self._folder = world, stop, progress, folder
         self._experiment = experiment
         self._federation = Federation(experiment, world)
-        settings = self.config.clients
-        self._clock = Clock(settings, self.config.run.seed) if settings.has_clock else None
-        self._recorder = Recorder(self._federation, self._clock)
+        settings, seed = self.method.context.clients, self.method.context.seed
+        self._sampler = Sampler(self.method.context)
+        self._clock = Clock(settings, seed) if settings.has_clock else None
+        self._recorder = Recorder(self._federation, self._sampler, self._clock)
         self.ledger, self.timing = self._recorder.ledger, self._recorder.timing
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
-        policy = self.config.run.on_divergence
+        policy = experiment.run.on_divergence
         self._divergence = Divergence(policy, self.method, world, self.ledger, folder)
         leaves_out = self._divergence.leaves_out
         self._local = LocalTraining(self._federation, self._evaluator, self._clock, leaves_out)
@@ -77,7 +79,7 @@ class Simulation:
 
     def _rounds(self) -> Outcome:
         """Run all rounds; see `run`."""
-        train, run = self.config.train, self.config.run
+        train, run = self._train, self._experiment.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
         self._evaluator.try_new_client_download(self.server)
@@ -88,7 +90,7 @@ class Simulation:
         done, finished = first, self._is_over(first)
         while not finished:
             began_s, waited_s = time.monotonic(), self._world.waited_s
-            cohort = self._federation.placed(self.cohort(done))
+            cohort = self._federation.migration.placed(self.cohort(done))
             done += 1
             self._world.begin_phase(f"in round {done}")
             is_evaluated = done == train.rounds or done % run.eval_every == 0
@@ -116,7 +118,7 @@ class Simulation:
 
     def _is_over(self, done: int) -> bool:
         """Whether no round follows the first `done`: all are done, or its patience is over. Collective."""
-        train = self.config.train
+        train = self._train
         if train.patience is None:
             return done == train.rounds
         # workers have no evaluations
@@ -125,9 +127,12 @@ class Simulation:
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank. Collective."""
-        if self.config.clients.sampling == "power_of_choice":
-            return self._federation.cohort_of_highest_loss(number, self.ledger.client_losses)
-        return self._federation.cohort(number)
+        if self.method.context.clients.sampling != "power_of_choice":
+            return self._federation.cohort_of(number, self._sampler.clients(number))
+        # only the server has the losses
+        chosen = torch.tensor(self._sampler.clients_of_highest_loss(number, self.ledger.client_losses))
+        self._world.broadcast(chosen)
+        return self._federation.cohort_of(number, chosen.tolist())
 
     def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
         """Train and aggregate one cohort and record it. Collective.
@@ -138,9 +143,9 @@ class Simulation:
         has_request = adapter.needs_request(cohort.round)
         # a client that requested layers knows which ones it gets, so no bytes for their indices
         traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
-        places = federation.not_dropped(cohort)
+        places = self._sampler.not_dropped(cohort)
         reached, here = federation.select(cohort, places)
-        federation.migration.begin(federation.migrations(reached))
+        federation.migration.begin(reached)
         groups = list(federation.groups(reached))
         message = federation.on_server(lambda: adapter.download(self.server, cohort))
         delivered = federation.deliver(message, cohort)

@@ -8,20 +8,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import ClientsConfig
+from hpcfl.methods import Context
+from hpcfl.privacy import drawn_clients
 from hpcfl.randomness import torch_stream, uniform
 
 
-def sampled(settings: ClientsConfig, num_samples: Tensor, size: int, seed: int, number: int) -> list[int]:
-    """Return the ids of the `size` clients of round `number`, in ascending order.
+class Sampler:
+    """Draws the clients of each round of a run, and those that it loses before they train."""
 
-    `num_samples` are the training samples of all clients, int64 [N]. It knows no losses: with power_of_choice
-    it returns clients drawn by size.
-    """
-    if settings.sampling is not None:
-        return sorted(drawn_by_size(num_samples, size, seed, number))
-    order = torch.randperm(len(num_samples), generator=torch_stream(seed, "cohort", number))
-    return sorted(order[:size].tolist())
+    def __init__(self, context: Context) -> None:
+        self._context, self._size = context, context.train.cohort_size(context.num_clients)
+
+    def clients(self, number: int) -> list[int]:
+        """Return the ids of the clients of round `number`, in ascending order.
+
+        It knows no losses: with power_of_choice it returns clients drawn by size.
+        """
+        context, size = self._context, self._size
+        if context.privacy.unit == "client":
+            return drawn_clients(context.num_clients, context.train.participation, context.seed, number)
+        if context.clients.sampling is not None:
+            return sorted(drawn_by_size(context.num_samples, size, context.seed, number))
+        order = torch.randperm(context.num_clients, generator=torch_stream(context.seed, "cohort", number))
+        return sorted(order[:size].tolist())
+
+    def clients_of_highest_loss(self, number: int, losses: np.ndarray) -> list[int]:
+        """Return the ids of the clients of round `number` with power_of_choice, in ascending order.
+
+        `losses` are the last training losses [N], nan where unknown.
+        """
+        count = self._context.clients.candidates or 2 * self._size
+        candidates = drawn_by_size(self._context.num_samples, count, self._context.seed, number)
+        return of_highest_loss(candidates, losses, self._size)
+
+    def not_dropped(self, cohort: Cohort) -> list[int]:
+        """Return the positions of the members that `clients.drop_rate` leaves in the round."""
+        settings, seed, number = self._context.clients, self._context.seed, cohort.round
+        return [n for n, one in enumerate(cohort.clients) if not is_dropped(settings, seed, number, one)]
 
 
 def drawn_by_size(num_samples: Tensor, size: int, seed: int, number: int) -> list[int]:

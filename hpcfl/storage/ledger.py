@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import ClientsConfig
 from hpcfl.storage.atomic import csv_text, replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
@@ -109,18 +109,29 @@ class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
-    part in training, and are scored apart.
+    part in training, and are scored apart. `is_private` and `has_patience`: `privacy.unit` and
+    `train.patience` are set.
     """
 
-    def __init__(self, config: Config, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
-        self._num_unseen, self._settings, self._method = num_unseen, config.clients, config.method.name
-        self._is_private = config.privacy.unit is not None
+    def __init__(
+        self,
+        method: str,
+        settings: ClientsConfig,
+        num_clients: int,
+        layers: Sequence[str],
+        num_unseen: int = 0,
+        *,
+        is_private: bool,
+        has_patience: bool,
+    ) -> None:
+        self._method, self._settings = method, settings
+        self._num_unseen, self._is_private = num_unseen, is_private
         has = {
             **dict.fromkeys(UNSEEN_METRICS, num_unseen > 0),
-            LOST: config.clients.loses_members,
-            SIMULATED: config.clients.has_clock,
-            ACCURACY_VAL: config.train.patience is not None,
-            EPSILON: self._is_private,
+            LOST: settings.loses_members,
+            SIMULATED: settings.has_clock,
+            ACCURACY_VAL: has_patience,
+            EPSILON: is_private,
         }
         self.columns = (*METRICS, *(name for name, is_there in has.items() if is_there))
         """Columns of metrics.csv."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import platform
-import re
 import stat
 import time
 import warnings
@@ -17,14 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl import __version__
-from hpcfl.config.keys import ENVIRONMENT, Config
+from hpcfl.config.keys import ENVIRONMENT, Config, flatten
 from hpcfl.config.load import differences
 from hpcfl.config.yaml_text import yaml_of
-from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
-from hpcfl.machine import package_versions, processor
-from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
@@ -53,17 +47,17 @@ _REMEDIES = {
 }
 """What helps where a file cannot be written, by the number of the error."""
 
-_PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
-
 
 class RunFolder:
     """One run's files; used by rank 0 alone.
 
     `check` looks without touching anything; `open` locks the folder, reads its checkpoint and takes it over.
+    `uses_total_rounds`: the method depends on the number of rounds, so that a resumed run can have no more.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: Config, uses_total_rounds: bool) -> None:
+        self.path, self.config = path, config
+        self._is_extendable = not uses_total_rounds and config.train.lr_end is None
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method.name} on {config.data.source}, {clients}, in {path}"]
         """Lines that the start prints."""
@@ -72,7 +66,6 @@ class RunFolder:
         self.store = CheckpointStore(path)
         self.checkpoint: LoadedCheckpoint | None = None
         """The round from which the run resumes; None at round 0."""
-        self._config = config
         self._tracker: Tracker | None = None
         self.keeps_metrics = False
         """Whether the run is over and has the files of `run.metrics`."""
@@ -101,33 +94,22 @@ class RunFolder:
             )
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Return the keys that differ from a recorded run's, and so prevent a resume.
-
-        A run may have more rounds than recorded, unless its method or learning rates depend on their number.
-        """
+        """Return the keys that differ from a recorded run's, and so prevent a resume."""
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
-        changed = differences(there, self._config.tree())
-        method, train = METHODS[self._config.method.name], self._config.train
-        depends = method.traits.uses_total_rounds or train.lr_end is not None
-        if not depends and there["train"]["rounds"] < train.rounds:
+        changed = differences(there, self.config.tree())
+        if self._is_extendable and there["train"]["rounds"] < self.config.train.rounds:
             changed = [line for line in changed if not line.startswith("train.rounds:")]
         return changed
 
     def open(
-        self,
-        fresh: bool,
-        layout: ParameterLayout,
-        ranks: Sequence[str],
-        at_exit: ExitStack,
-        command: str = "",
+        self, fresh: bool, layout: ParameterLayout, at_exit: ExitStack, environment: Mapping[str, Any]
     ) -> None:
         """Lock the folder until `at_exit` closes, load its newest checkpoint, and write config.yaml.
 
         Args:
             fresh: move what is there aside first.
             layout: the model's, which the checkpoint's must equal.
-            ranks: host, device and engine of each rank.
-            command: what was typed to start the run.
+            environment: what config.yaml records beside the configuration.
 
         Raises:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
@@ -142,7 +124,7 @@ class RunFolder:
             self._check_checkpoint(layout)
             if self.checkpoint is None and len(whole_lines(self.path / "metrics.csv")) > 1:
                 LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
-            self._write_record(ranks, command)
+            self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
@@ -151,20 +133,17 @@ class RunFolder:
                 ) from error
             raise UserError(f"{problem}; name another with --out DIR") from error
 
-    def _write_record(self, ranks: Sequence[str], command: str) -> None:
+    def _write_record(self, environment: Mapping[str, Any]) -> None:
         record = self._recorded()
-        if record is not None and record["train"]["rounds"] == self._config.train.rounds and self._is_over:
+        if record is not None and record["train"]["rounds"] == self.config.train.rounds and self._is_over:
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
             return
-        environment = _environment(ranks, command)
-        if self._config.data.source == "topics":
-            environment["topics"] = digest_of_topics()
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
         if record is None and self.store.exists:
             LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and is written again")
         with unfinished.open("w") as file:
-            file.write(self._config.yaml() + yaml_of({ENVIRONMENT: environment}))
+            file.write(self.config.yaml() + yaml_of({ENVIRONMENT: environment}))
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, whole)
@@ -172,7 +151,7 @@ class RunFolder:
     @property
     def _is_over(self) -> bool:
         """Whether no round follows the newest checkpoint."""
-        train, known = self._config.train, []
+        train, known = self.config.train, []
         if self.checkpoint is not None and train.patience is not None:
             known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
         return is_over(self.store.last_round, train.rounds, known, train.patience)
@@ -211,9 +190,10 @@ class RunFolder:
         """
         with self._writing("its CSV files"):
             ledger.start_files(self.path)
-        if name := self._config.run.tracker:
+        if name := self.config.run.tracker:
             with self._tracker_or_warning():
-                self._tracker = TRACKERS[name](self.path, self._config, ledger)
+                keys = {"folder": str(self.path), **flatten(self.config.tree())}
+                self._tracker = TRACKERS[name](self.path, name, keys, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
         """Append new rows to the files of `start_files`."""
@@ -282,7 +262,7 @@ class RunFolder:
             self._tracker = None
             reason = error.strerror if isinstance(error, OSError) else None
             LOG.warning(
-                f"{self.path}: run.tracker={self._config.run.tracker} has failed: "
+                f"{self.path}: run.tracker={self.config.run.tracker} has failed: "
                 f"{reason or one_line(error)}; the run continues without, and its next start sends what is "
                 "missing"
             )
@@ -385,18 +365,3 @@ def _free_name(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.old{number}")).exists():
         number += 1
     return aside
-
-
-def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
-    # keep type of device and engine of each "host device engine"; rank 0 trains only if it is alone
-    workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", rank) for rank in ranks[1:] or ranks}
-    return {
-        "hpcfl": __version__,
-        **package_versions(_PACKAGES),
-        "python": platform.python_version(),
-        "processor": processor(),
-        "command": command,
-        **({"job": started_by} if (started_by := job()) else {}),
-        "workers": ", ".join(sorted(workers)),
-        "ranks": list(ranks),
-    }

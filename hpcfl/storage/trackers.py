@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from hpcfl.config.keys import Config, flatten
 from hpcfl.errors import UserError, one_line
 from hpcfl.storage.ledger import Ledger
 
@@ -28,7 +27,8 @@ class Tracker:
     """Where rank 0 sends each evaluation. Its service may know the run by an id.
 
     A resumed run adds the rounds that are not there. Those that a killed run did after its last checkpoint
-    are, and have the same numbers. Every call raises what the package raises.
+    are, and have the same numbers. Every call raises what the package raises. `name` is that of the tracker
+    (`run.tracker`); `keys` are the run's folder and configuration, flat.
     """
 
     module: ClassVar[str]
@@ -36,11 +36,10 @@ class Tracker:
     package: ClassVar[str]
     """The package of pip that has it."""
 
-    def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
+    def __init__(self, folder: Path, name: str, keys: dict[str, Any], ledger: Ledger) -> None:
         # of each service its own: a resumed run may have another tracker
-        file = folder / f"{config.run.tracker}.txt"
+        file = folder / f"{name}.txt"
         known = file.read_text().strip() if file.is_file() else None
-        keys = {"folder": str(folder), **flatten(config.tree())}
         run_id, self._next_round = self._open(known, folder, keys, ledger.wall_s)
         if run_id:
             file.write_text(f"{run_id}\n")

@@ -10,7 +10,7 @@ from math import isnan, nan
 
 import numpy as np
 
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, TrainConfig
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import mean_of_known
@@ -55,7 +55,7 @@ class Result:
     @cached_property
     def figures(self) -> dict[int, dict[str, float]]:
         """What its runs gave and cost, by finished seed."""
-        return {seed: _figures(run, self.config) for seed, run in self.runs.items()}
+        return {seed: _figures(run, self.config.train) for seed, run in self.runs.items()}
 
     def by_client(self, seed: int, name: str = "accuracy") -> list[float]:
         """Return a column of clients.csv of the clients in training.
@@ -104,7 +104,7 @@ class Result:
     @property
     def scored(self) -> str:
         """When the accuracy is measured."""
-        return scored_when(self.config)
+        return scored_when(self.config.method.name, self.config.train)
 
 
 def read_results(table: Table) -> list[Result]:
@@ -170,11 +170,11 @@ def _file(run: Run) -> tuple[object, object]:
     return run.record["data"].get("path"), run.record["data"].get("reader")
 
 
-def _figures(run: Run, config: Config) -> dict[str, float]:
+def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
     """Return what a finished run gave and cost."""
     last, best, clients = run.last, run.best, run.in_training
     accuracies = clients["accuracy"].tolist()
-    turns = run.done * config.train.cohort_size(len(accuracies))
+    turns = run.done * train.cohort_size(len(accuracies))
     figures = {
         # not every run has all of them
         **dict.fromkeys(ACCURACIES, nan),

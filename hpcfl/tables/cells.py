@@ -15,7 +15,6 @@ from hpcfl.config.registry import DEFAULT_SOURCE
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.registries import merge, read_keys, resolve
-from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run
 from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
 
@@ -156,7 +155,7 @@ class Table:
 
     def axes_of(self, quantity: str) -> tuple[str, ...]:
         """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
-        axes = (axes_by_diagnostic(cell.config).get(quantity, ()) for cell in self.cells)
+        axes = (axes_by_diagnostic(cell.config.method.name).get(quantity, ()) for cell in self.cells)
         return next((found for found in axes if len(found) > 1), ())
 
     def _cells(
@@ -243,7 +242,7 @@ class Table:
                 for one, other in zip(
                     self.cells_of(first, column), self.cells_of(second, column), strict=True
                 ):
-                    if sample_keys(one.config) != sample_keys(other.config):
+                    if one.config.sample_keys() != other.config.sample_keys():
                         raise UserError(
                             f"{self.path}, compare {first} with {second}{_in_column(column)}: their clients "
                             "hold different samples, so they cannot be compared client by client; give "
@@ -254,7 +253,8 @@ class Table:
         """Refuse heat maps of what no row's method keeps."""
         for drawing in self.drawings:
             if isinstance(drawing, HeatMaps) and not self.axes_of(drawing.quantity):
-                kept = dict.fromkeys(name for cell in self.cells for name in axes_by_diagnostic(cell.config))
+                methods = dict.fromkeys(cell.config.method.name for cell in self.cells)
+                kept = dict.fromkeys(name for method in methods for name in axes_by_diagnostic(method))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
                     f"{self.path}, figure: quantity={drawing.quantity} is not a diagnostic with two or "
@@ -276,9 +276,9 @@ class Table:
         return f"{self.path}, {row}{_in_column(column)}"
 
 
-def axes_by_diagnostic(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each diagnostic that a configuration's method records, by name."""
-    return {one.name: one.axes for one in METHODS[config.method.name].diagnostics}
+def axes_by_diagnostic(method: str) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each diagnostic that a method records, by name."""
+    return {one.name: one.axes for one in METHODS[method].diagnostics}
 
 
 def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any]:

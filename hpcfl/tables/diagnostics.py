@@ -54,7 +54,7 @@ def read_histories(table: Table) -> dict[Path, History]:
     wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMaps))]
     found = {}
     for cell in table.cells:
-        axes = axes_by_diagnostic(cell.config)
+        axes = axes_by_diagnostic(cell.config.method.name)
         has_domains = cell.config.data.source == "domains"
         if (by_client or axes or has_domains) and (run := cell.finished_run):
             try:
@@ -153,7 +153,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[st
         history = histories.get(cell.folder)
         if history is None or history.common is None:
             continue
-        axes = axes_by_diagnostic(cell.config)
+        axes = axes_by_diagnostic(cell.config.method.name)
         place = {"label": cell.label, "column": cell.column, "seed": cell.seed}
         for moment in evaluations(history.rounds, SUMMARISED):
             then = place | {"round": history.rounds[moment]}

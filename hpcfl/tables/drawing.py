@@ -151,7 +151,7 @@ def _heat_maps(
 ) -> Figure | None:
     """Draw a line of matrices for each row and column of the table; all are on one scale."""
     name, axes = drawing.quantity, table.axes_of(drawing.quantity)
-    results = [result for result in results if axes_by_diagnostic(result.config).get(name) == axes]
+    results = [one for one in results if axes_by_diagnostic(one.config.method.name).get(name) == axes]
     lines: dict[str, list[_Matrix]] = {}
     for result, side in zip(results, _short_names(results), strict=True):
         known = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
 
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Chosen, Params
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
@@ -114,7 +114,7 @@ def _line(table: Table, result: Result) -> dict[str, object]:
         "label": result.row.label,
         "column": result.column,
         "method": config.method.name,
-        "settings": settings(config),
+        "settings": settings(config.method, config.train.lr),
         "accuracy_mean": result.mean("accuracy_mean"),
         "accuracy_std_over_seeds": result.deviation("accuracy_mean"),
         "published_accuracy": None if result.published is None else round(result.published / 100, 6),
@@ -137,11 +137,11 @@ def _line(table: Table, result: Result) -> dict[str, object]:
     return line
 
 
-def settings(config: Config) -> str:
+def settings(method: Chosen[Params], lr: float) -> str:
     """Return a run's learning rate, and the hyper-parameters that are not its method's defaults."""
-    given = config.method.options.model_dump(mode="json", exclude_defaults=True)
+    given = method.options.model_dump(mode="json", exclude_defaults=True)
     own = [f"method.{name}={json.dumps(value)}" for name, value in given.items()]
-    return " ".join([f"train.lr={config.train.lr:g}", *own])
+    return " ".join([f"train.lr={lr:g}", *own])
 
 
 def _difference_line(table: Table, difference: Difference) -> dict[str, object]:

@@ -23,7 +23,7 @@ from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, same_size_groups
 from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
-from hpcfl.training.losses import Loss, cross_entropy_loss
+from hpcfl.training.losses import Loss
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 from hpcfl.training.work import Work
@@ -90,8 +90,7 @@ class ClientGroup:
         self._local = [worker.clients.index(client) for client in self.ids]
         self._written: Tensors = {}
         self.device = worker.device
-        self.buffers = torch.empty(len(self.ids), 0, device=self.device)
-        """Running statistics [C, U] that training and evaluation use and update."""
+        self._buffers = torch.empty(len(self.ids), 0, device=self.device)
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
         """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
@@ -119,7 +118,8 @@ class ClientGroup:
     def __setitem__(self, name: str, value: Tensor) -> None:
         if not self._can_write:
             raise TypeError(
-                f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train`"
+                f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train` "
+                "(new_client_model: inside `clients.temporary_state()`)"
             )
         self._written[name] = value
 
@@ -127,6 +127,15 @@ class ClientGroup:
     def read_only(self) -> Iterator[None]:
         """Make writes to the state raise TypeError inside the block."""
         before, self._can_write = self._can_write, False
+        yield
+        self._can_write = before
+
+    @contextmanager
+    def temporary_state(self, **state: Tensor) -> Iterator[None]:
+        """Replace some of the clients' state, and allow writes to it inside the block, in `new_client_model`:
+        they last to the end of the evaluation."""
+        before, self._can_write = self._can_write, True
+        self._written |= state
         yield
         self._can_write = before
 
@@ -146,9 +155,42 @@ class ClientGroup:
         self._written.clear()
 
     @property
+    def buffers(self) -> Tensor:
+        """Running statistics that training and evaluation use and update: [C, U], or [C, M, U] of M models a
+        client."""
+        return self._buffers
+
+    def replace_buffers(self, buffers: Tensor) -> None:
+        """Use other running statistics from now on; this object updates the tensor in place."""
+        self._buffers = buffers
+
+    @contextmanager
+    def buffers_of_model(self, number: int) -> Iterator[None]:
+        """Use and update those of one of the clients' M models inside the block, as [C, U]."""
+        of_all = self._buffers
+        self._buffers = of_all[:, number].clone()
+        yield
+        of_all[:, number] = self._buffers
+        self._buffers = of_all
+
+    @contextmanager
+    def discarding_buffer_updates(self, clients: Tensor | None = None) -> Iterator[None]:
+        """Discard updates of the running statistics inside the block, of some clients, bool [C, 1], or of
+        all: they belong to a model that is not evaluated."""
+        kept = self._buffers.clone()
+        yield
+        self._buffers = kept if clients is None else torch.where(clients, kept, self._buffers)
+
+    @property
     def num_samples(self) -> Tensor:
         """Number of training samples of each client, int64 [C]."""
         return self._worker.shard.count["train"][self._local]
+
+    def class_counts(self, num_classes: int) -> Tensor:
+        """Return each client's training samples by class, [C, num_classes] in the models' type."""
+        everyone = range(len(self))
+        counts = [self.samples("train", n)[1].bincount(minlength=num_classes) for n in everyone]
+        return torch.stack(counts).to(self._buffers.dtype)
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
@@ -276,12 +318,18 @@ class ClientGroup:
 
         Running statistics of these clients are updated. Returns gradients by name and losses.
         """
+        with self._buffers_of(batch) as buffers:
+            return self._worker.engine.gradient(loss, tensors, buffers, batch)
+
+    @contextmanager
+    def _buffers_of(self, batch: Batch) -> Iterator[Tensor]:
+        """Give the running statistics of a batch's members, which the block updates in place."""
         if isinstance(batch.members, slice):
-            return self._worker.engine.gradient(loss, tensors, self.buffers, batch)
-        buffers = self.buffers[batch.members]
-        result = self._worker.engine.gradient(loss, tensors, buffers, batch)
-        self.buffers[batch.members] = buffers
-        return result
+            yield self._buffers
+            return
+        buffers = self._buffers[batch.members]
+        yield buffers
+        self._buffers[batch.members] = buffers
 
     def sgd(
         self,
@@ -353,8 +401,8 @@ class ClientGroup:
         """Return the same as `plain_gradient`; the next call may overwrite the gradient."""
         if self._worker.private is not None:
             return self._private_gradient(self._worker.private, theta, batch)
-        gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
-        return gradients["theta"], losses
+        with self._buffers_of(batch) as buffers:
+            return self._worker.engine.plain_gradient(theta, buffers, batch)
 
     def _private_gradient(
         self, private: PrivateGradients, theta: Tensor, batch: Batch
@@ -393,14 +441,6 @@ class ClientGroup:
             return numbers
 
         return draw
-
-    @contextmanager
-    def discarding_buffer_updates(self) -> Iterator[None]:
-        """Discard updates of the running statistics inside the block: they belong to a model that is not
-        evaluated."""
-        kept = self.buffers.clone()
-        yield
-        self.buffers = kept
 
     def outputs(
         self, model: Tensors | Message, position: int, call: Callable[..., Tensor], *samples: Tensor

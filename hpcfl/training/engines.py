@@ -35,6 +35,9 @@ class Engine(Protocol):
         names and shapes, and the losses [C].
         """
 
+    def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the gradient [C, P] of the cross-entropy, valid until the next call, and the losses [C]."""
+
 
 class LoopEngine:
     """One client at a time with plain autograd: the reference, and the fastest choice on a CPU."""
@@ -62,24 +65,26 @@ class LoopEngine:
             self._working.get_submodule(module).register_buffer(buffer, view)
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
-        """See Engine; C is 1. The returned gradient of `theta` is overwritten by the next call."""
-        one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
+        """See Engine; C is 1."""
         if loss is cross_entropy_loss:
-            return self._plain_gradient(tensors["theta"], buffers, one)
+            gradient, losses = self.plain_gradient(tensors["theta"], buffers, batch)
+            return {"theta": gradient.clone()}, losses
+        one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
         forward = Forward(self._working, self._layout, buffers[0], self._precision, self._label_smoothing)
         value = loss(forward, leaves, one)
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
-    def _plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
+    def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See Engine; C is 1."""
         self._load(theta[0], buffers[0])
         self._gradient.zero_()
-        logits = in_precision(self._precision, self._working, batch.x)
-        value = cross_entropy(logits, batch.y, label_smoothing=self._label_smoothing)
+        logits = in_precision(self._precision, self._working, _fastest_order(batch.x[0]))
+        value = cross_entropy(logits, batch.y[0], label_smoothing=self._label_smoothing)
         value.backward()
         buffers[0].copy_(self._buffers)
-        return {"theta": self._gradient.unsqueeze(0)}, value.detach().view(1)
+        return self._gradient.unsqueeze(0), value.detach().view(1)
 
     @torch.no_grad()
     def outputs(
@@ -125,6 +130,11 @@ class BatchedEngine:
         gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
         buffers.copy_(statistics)
         return gradients, values
+
+    def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See Engine."""
+        gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
+        return gradients["theta"], losses
 
 
 def has_bfloat16() -> bool:

@@ -66,7 +66,7 @@ class Wire:
         before = received or Message(num_clients=self.num_clients)
         everyone = range(self.num_clients)
         unsent = ErrorFeedback([(self.state, self.num_clients)], [(0, client) for client in everyone])
-        coding = UploadCoding(codec_of(self.settings, "up"), before, unsent)
+        coding = UploadCoding(codec_of(self.settings, "up"), before, tuple(before.names), unsent)
         upload = self.channel.up(message, self.cohort, before, coding)
         return replace(upload.outline, per_client=upload.collect())
 

@@ -72,6 +72,7 @@ def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
     assert (pfedla["embedding"], pfedla["hidden"], "k" in pfedla) == (7, 9, False)
     assert load_config(file, ["method.name=heurpfedla"]).method.options.model_dump()["k"] == 2
     assert "method.k" in refusal(None, "method.name=fedavg", "method.k=2")
+    assert refusal(file, "method.name=[fedavg]").startswith("method.name=['fedavg'] is unknown; allowed: ")
 
 
 def test_naming_another_model_is_enough(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
     """Return a method for so many clients and a small network, without data or a run."""
     network = MODELS["mlp"].options.model_validate({"hidden": [16]})
     sizes = torch.full((clients,), 20)
-    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
+    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
     return kind(context, kind.Params.model_validate(params))
 
 

@@ -61,9 +61,10 @@ class Run:
 
     def __init__(self, *overrides: str, kind: type[Method] | None = None) -> None:
         world = Communicator()
-        experiment = build(load_config(None, [*SMALL, *overrides]), world)
+        self.config = load_config(None, [*SMALL, *overrides])
+        experiment = build(self.config, world)
         if kind is not None:
-            method = kind(experiment.method.context, experiment.config.method.options)
+            method = kind(experiment.method.context, self.config.method.options)
             experiment = replace(experiment, method=method)
         self.workplace = experiment.worker_context
         self.unseen = experiment.unseen
@@ -72,7 +73,6 @@ class Run:
                 place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
         self.driver = experiment.adapter
-        self.config = experiment.config
         self.num_clients = experiment.num_clients
         stop = StopFlag()
         try:

@@ -49,7 +49,15 @@ def make_run(
     (folder / "config.yaml").write_text(config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}))
     everyone, ones = tuple(range(in_training)), np.ones(in_training, np.int64)
     moved = Traffic(np.ones((in_training, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
-    ledger = Ledger(config, in_training, LAYERS, num_unseen)
+    ledger = Ledger(
+        config.method.name,
+        config.clients,
+        in_training,
+        LAYERS,
+        num_unseen,
+        is_private=config.privacy.unit is not None,
+        has_patience=config.train.patience is not None,
+    )
     ledger.start_files(folder)
     cohort = Cohort(0, everyone, torch.ones(in_training))
     for number in range(rounds):

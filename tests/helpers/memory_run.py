@@ -31,9 +31,9 @@ def measure(folder_path: Path, settings: list[str]) -> None:
     with abort_on_exception(world), ExitStack() as at_exit:
         config = load_config(None, settings)
         experiment = build(config, world)
-        folder = RunFolder(folder_path, config) if world.is_server else None
+        folder = RunFolder(folder_path, config, uses_total_rounds=True) if world.is_server else None
         if folder is not None:
-            folder.open(False, experiment.method.layout, [], at_exit)
+            folder.open(False, experiment.method.layout, at_exit, {})
         simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)
         shard = experiment.worker_context.shard
         sample_bytes = world.gather_bytes(str(shard.x.nbytes + shard.y.nbytes).encode())

@@ -20,6 +20,10 @@ class GivenUpload(Upload):
         self._read: set[str] = set()
 
     @property
+    def is_read(self) -> bool:
+        raise NotImplementedError
+
+    @property
     def outline(self) -> Message:
         raise NotImplementedError
 

@@ -33,7 +33,7 @@ def loss(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | Non
     """Return the loss of a model [P] in training mode; statistics [U] move, if they are given."""
     layout, network = run.method.layout, run.method.context.network.train()
     if statistics is None:
-        statistics = run.method.initial_buffers()
+        statistics = run.method.buffers.initial()
     return cross_entropy(
         functional_call(network, layout.views(theta) | layout.buffer_views(statistics), x), y
     )
@@ -118,7 +118,7 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
     keys = (f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
     run = Run(PER_FEDAVG, *keys)
     start = run.driver.initial_server()
-    theta, statistics = start["theta"], run.method.initial_buffers()
+    theta, statistics = start["theta"], run.method.buffers.initial()
     for number in range(2):
         cohort = run.simulation.cohort(number)
         moved = statistics.expand(len(cohort), -1).clone()
@@ -183,7 +183,7 @@ class SlowTwin:
         self.params, method = self.run.config.method.options, self.run.method
         self.top = method.layers[-self.params.adaptive_layers].start
         self.shared = method.context.initial_parameters()
-        self.statistics = method.initial_buffers()
+        self.statistics = method.buffers.initial()
         self.own = method.context.initial_parameters(range(4))
         self.weights = torch.ones_like(self.own[:, self.top :])
         self.stage = [0] * 4
@@ -231,7 +231,7 @@ class SlowTwin:
             self.passes[client].append(passes)
             self.stage[client] = 2 if passes else max(1, self.stage[client])
             alone = ClientGroup(self.run.workplace, [client], number)
-            alone.buffers = self.statistics.unsqueeze(0).clone()
+            alone.replace_buffers(self.statistics.unsqueeze(0).clone())
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
             moved.append(alone.buffers[0])
         self.own[list(clients)] = torch.stack(ends)

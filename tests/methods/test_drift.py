@@ -144,7 +144,7 @@ def test_rounds_equal_a_slow_twin_with_its_loss(
     run = Run(*SOME, *keys)
     # FedLC knows clients without samples of a class
     assert (counts_of(run) == 0).any() or loss_of is not with_margins
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):
         received = network_with(run, theta, buffers)
         losses = {client: loss_of(run, client, copy.deepcopy(received)) for client in range(4)}
@@ -209,7 +209,7 @@ def mean_of_scaffold(run: Run, clients: Sequence[int], rows: Tensor) -> Tensor:
 
 def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return w, running statistics, c and c_i; a client's new c_i is the mean of its plain gradients."""
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     c, own = torch.zeros_like(theta), torch.zeros(run.num_clients, len(theta))
     train = run.config.train
     for number in range(train.rounds):
@@ -310,7 +310,7 @@ def test_moons_contrast_worked_out() -> None:
 def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=moon", *keys)
     layout, params = run.method.layout, run.config.method.options
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers(range(4))
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial(range(4))
     previous: dict[int, tuple[Tensor, Tensor]] = {}
     for number in range(3):
         clients = list(run.simulation.cohort(number).clients)
@@ -332,7 +332,7 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
             previous[client] = layout.flatten(network)
         theta = mean_by_samples(run, clients, torch.stack([previous[client][0] for client in clients]))
         statistics = torch.stack([previous[client][1] for client in clients])
-        if run.method.buffers == "average":
+        if run.method.buffers.policy == "average":
             buffers = mean_by_samples(run, clients, statistics).expand(4, -1)
         else:
             buffers[clients] = statistics

@@ -73,7 +73,7 @@ def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffer
 def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, ELASTIC, *keys)
     layout = run.method.layout
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):
         clients, models, statistics = train_cohort(run, number, theta, buffers)
         omegas = torch.stack([sensitivity_by_hand(run, client, number, theta, buffers) for client in clients])
@@ -96,7 +96,7 @@ def test_measuring_does_not_touch_training() -> None:
     sent = []
     for name in ("elastic", "fedavg"):
         run = Run(*SOME, *SLIPPERY, "train.rounds=1", f"method.name={name}")
-        start = {"theta": run.method.context.initial_parameters(), "buffers": run.method.initial_buffers()}
+        start = {"theta": run.method.context.initial_parameters(), "buffers": run.method.buffers.initial()}
         run.server |= start
         sent.append(work(run, 0, 1)[0].per_client)
     ours, fedavgs = sent

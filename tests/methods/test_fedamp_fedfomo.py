@@ -269,7 +269,7 @@ def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: 
 
     def fedfomo(count: int) -> FedFomo:
         options, sizes = MODELS[model].options(), torch.tensor([9, count, 9, 9])
-        context = Context(model, options, SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
+        context = Context(model, options, SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
         return FedFomo(context, FedFomoParams())
 
     with pytest.raises(UserError, match=f"client 1 has {fewest - 1} of them in all; give each {fewest} or"):

@@ -49,7 +49,7 @@ def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
 def test_local_clients_train_alone_when_sampled_and_send_nothing() -> None:
     run = Run("method.name=local", "model.batchnorm=true", "train.participation=0.5")
     start = zip(
-        run.method.context.initial_parameters(range(4)), run.method.initial_buffers(range(4)), strict=True
+        run.method.context.initial_parameters(range(4)), run.method.buffers.initial(range(4)), strict=True
     )
     networks = [network_with(run, *model) for model in start]
     for number in range(3):

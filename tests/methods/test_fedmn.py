@@ -176,7 +176,8 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     # encoders to blocks, blocks to blocks, outputs: block3_1 is fed by block2_2 of clients 0 and 2
     paths = ["0101001010", "1101000000", "0001001010"]
     bits = torch.tensor([[int(p[:8], 2), int(p[8:].ljust(8, "0"), 2)] for p in paths], dtype=torch.uint8)
-    sent = MethodAdapter(method).server_response(server, cohort, {"paths": bits})
+    adapter = MethodAdapter(method)
+    sent = adapter.download(server, cohort) | adapter.server_response(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
     method.aggregate(server, cohort, upload_of({"theta": rows}, sent))

@@ -41,7 +41,7 @@ def test_rounds_of_fednova_equal_a_slow_twin() -> None:
     keys = ("train.local_epochs=2", "train.lr_decay=0.8", "train.momentum=0.8", "train.weight_decay=0.01")
     run = Run(*SOME, "method.name=fednova", *keys)
     samples = run.method.context.num_samples
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):
         clients, models, statistics = train_cohort(run, number, theta, buffers)
         total = float(samples[clients].sum())
@@ -99,7 +99,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
 def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=feddyn", "method.alpha=0.3", "train.lr_decay=0.8", *keys)
     samples = run.method.context.num_samples
-    w, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    w, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     # the authors' form: sums of a client's moves, of which g_i is -alpha_i times
     moves = torch.zeros(4, len(w))
 

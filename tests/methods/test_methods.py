@@ -52,11 +52,14 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.methods.fedem import FedEM
 from hpcfl.methods.local import Local
+from hpcfl.methods.pfedla import PFedLA
 from hpcfl.parameters import Tensors
 from hpcfl.results.run import load_run
 from hpcfl.training.client_group import ClientGroup
@@ -625,16 +628,47 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
 
 
 def test_a_class_whose_hooks_contradict_each_other_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="Alone overrides as_module but not predict"):
+    with pytest.raises(
+        TypeError, match=r"predicts_by=network needs neither predict nor as_module of its own"
+    ):
 
         class Alone(FedAvg):
             def as_module(self, model: Tensors) -> nn.Module:
                 return nn.Linear(1, 1)
 
+    with pytest.raises(
+        TypeError, match=r"predicts_by=module needs both predict and as_module, from the same"
+    ):
+
+        class Half(FedEM):
+            predict = FedAvg.predict
+
+    with pytest.raises(TypeError, match=r"predicts_by=rule needs predict of its own"):
+
+        class NoRule(FedAvg):
+            traits = FedAvg.traits.replace(predicts_by="rule")
+
     with pytest.raises(TypeError, match=r"Misspelt\.trian is not a hook; did you mean train\? If not, name"):
 
         class Misspelt(FedAvg):
             def trian(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Attribute\.diagnostic is not a hook; did you mean diagnostics\?"):
+
+        class Attribute(FedAvg):
+            diagnostic = ()
+
+    with pytest.raises(TypeError, match=r"Old\.welcome is not a hook; did you mean new_client_download\?"):
+
+        class Old(FedAvg):
+            def welcome(self) -> None: ...
+
+    with pytest.raises(
+        TypeError, match=r"Older\.needs_body is not a hook; did you mean traits\.needs_body\?"
+    ):
+
+        class Older(FedAvg):
+            needs_body = True
 
     one = Diagnostic("alpha", ("client",), "", "")
     with pytest.raises(TypeError, match="two diagnostics of one name: alpha, alpha"):
@@ -654,3 +688,47 @@ def test_an_evaluation_cannot_write_the_state_of_clients() -> None:
 
     with pytest.raises(TypeError, match="cannot be written here"):
         Run("method.name=local", "train.rounds=1", kind=Writes)
+
+    class WritesTuned(Local):
+        def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+            clients["theta"] = clients["theta"] + 1
+            return super().finetune(clients, down, epochs)
+
+    with pytest.raises(TypeError, match="cannot be written here"):
+        Run("method.name=local", "train.rounds=1", "train.finetune_epochs=1", kind=WritesTuned)
+
+    class WritesNew(Local):
+        def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+            clients["theta"] = clients["theta"] + 1
+            return super().new_client_model(clients, down)
+
+    with pytest.raises(TypeError, match=r"inside `clients\.temporary_state\(\)`"):
+        Run("method.name=local", "train.rounds=1", "data.unseen_clients=0.5", kind=WritesNew)
+
+
+def test_an_upload_without_a_model_says_what_is_missing() -> None:
+    class Updates(FedAvg):
+        def train(self, clients: ClientGroup, down: Message) -> Message:
+            return Message(per_client={"update": clients.sgd(down["theta"]).theta - down["theta"]})
+
+    with pytest.raises(TypeError, match=r"Updates\.train uploads no theta: override model_after_training"):
+        Run("method.name=fedavg", "train.rounds=1", kind=Updates)
+
+
+def test_a_codec_sends_differences_of_what_a_method_names_alone() -> None:
+    class Whole(FedAvg):
+        traits = FedAvg.traits.replace(differences=())
+
+    keys = ("method.name=fedavg", "train.rounds=1", "comm.codec=topk", "comm.topk_ratio=0.01")
+    plain, whole = Run(*keys), Run(*keys, kind=Whole)
+    up = [run.simulation.ledger.client_bytes.sum(axis=0)[1] for run in (plain, whole)]
+    assert up[1] > 10 * up[0]
+
+
+def test_the_sharded_state_waits_for_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(self: PFedLA, server: State, cohort: Cohort, up: Upload) -> None:
+        self.sharded.products(torch.zeros(len(cohort), self.layout.size))
+
+    monkeypatch.setattr(PFedLA, "aggregate", early)
+    with pytest.raises(RuntimeError, match="read all of the upload, or drain it"):
+        Run("method.name=pfedla", "method.server=sharded", "train.rounds=1")

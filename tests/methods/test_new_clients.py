@@ -81,7 +81,7 @@ def test_fine_tunes_the_global_model_for_unseen_or_local_epochs(keys: list[str],
 def test_does_a_first_round_alone(keys: list[str], start: str) -> None:
     run = finished(*keys)
     first = run.method.context.initial_parameters() if start == "initial" else run.server["theta"]
-    theta, buffers = trained(run, first, run.method.initial_buffers(), "batches")
+    theta, buffers = trained(run, first, run.method.buffers.initial(), "batches")
     assert_adapted(run, theta, buffers)
 
 
@@ -124,7 +124,7 @@ def test_pfedla_weighs_the_models_of_the_others(method: str) -> None:
     """The twin trains the mixture for an epoch, and puts Delta into eq. 10 by autograd."""
     run = finished(f"method.name={method}")
     models, layers = run.server["theta"], run.method.layers
-    outputs, buffers, largest = torch.zeros(len(layers), N), run.method.initial_buffers(), 0.0
+    outputs, buffers, largest = torch.zeros(len(layers), N), run.method.buffers.initial(), 0.0
     for epoch in range(EPOCHS):
         outputs.requires_grad_()
         alpha = outputs.softmax(dim=1)
@@ -171,7 +171,7 @@ def test_pfedhn_learns_an_embedding(keys: list[str]) -> None:
         momentum=params.hypernetwork_momentum,
         weight_decay=params.hypernetwork_weight_decay,
     )
-    head, buffers = run.method.context.initial_parameters()[generator.outputs :], run.method.initial_buffers()
+    head, buffers = run.method.context.initial_parameters()[generator.outputs :], run.method.buffers.initial()
     for epoch in range(EPOCHS):
         made = generator.generate(weights | {"embedding": embedding}, [0])[0]
         start = torch.cat([made.detach(), head])

@@ -64,11 +64,11 @@ def rounds_by_hand(run: Run, stays: Tensor, phases: Phases) -> tuple[Tensor, Ten
     """Return the models [N, P] and statistics [N, U] to evaluate, if the numbers `stays` never travel."""
     layout, everyone = run.method.layout, range(run.num_clients)
     theta, own = run.method.context.initial_parameters(), run.method.context.initial_parameters(everyone)
-    statistics, own_statistics = run.method.initial_buffers(), run.method.initial_buffers(everyone)
+    statistics, own_statistics = run.method.buffers.initial(), run.method.buffers.initial(everyone)
     for number in range(run.config.train.rounds):
         clients = list(run.simulation.cohort(number).clients)
         for client in clients:
-            is_local = run.method.buffers == "local"
+            is_local = run.method.buffers.policy == "local"
             network = network_with(
                 run,
                 torch.where(stays, own[client], theta),
@@ -79,7 +79,7 @@ def rounds_by_hand(run: Run, stays: Tensor, phases: Phases) -> tuple[Tensor, Ten
             own[client], own_statistics[client] = layout.flatten(network)
         theta = torch.where(stays, theta, mean_by_samples(run, clients, own[clients]))
         statistics = mean_by_samples(run, clients, own_statistics[clients])
-    if run.method.buffers == "average":
+    if run.method.buffers.policy == "average":
         own_statistics = statistics.expand(run.num_clients, -1)
     return torch.where(stays, own, theta), own_statistics
 

@@ -237,7 +237,7 @@ def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: s
     # two of four clients a round, though 0.4 of four is less
     run = Run(FEDPHP, *SOME, "model.batchnorm=true", *keys, "train.participation=0.4")
     w = run.method.context.initial_parameters()
-    own, count = [(w, run.method.initial_buffers())] * 4, [0] * 4
+    own, count = [(w, run.method.buffers.initial())] * 4, [0] * 4
     for number in range(3):
         cohort, ends = run.simulation.cohort(number), []
         for client in cohort.clients:

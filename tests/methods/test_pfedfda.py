@@ -106,7 +106,7 @@ def test_of_a_client_that_has_diverged_a_head_is_nan_and_no_error() -> None:
 def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, PFEDFDA, *keys)
     layout = run.method.layout
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     start = run.method.server_state()
     mu, sigma = start["means"], start["covariance"]
     assert 0 <= mu.min() < 0.1 < 0.9 < mu.max() <= 1

@@ -219,7 +219,7 @@ def test_sizes_are_the_authors() -> None:
 def test_statistics_stay_with_the_client() -> None:
     run = Run(OURS, "model.batchnorm=true", "train.participation=0.5", "train.rounds=1")
     assert "buffers" not in run.server
-    moved = (run.clients["buffers"] != run.method.initial_buffers()).any(dim=1)
+    moved = (run.clients["buffers"] != run.method.buffers.initial()).any(dim=1)
     assert moved.tolist() == [client in run.simulation.cohort(0).clients for client in range(4)]
     assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
     with pytest.raises(UserError, match=r"train\.buffers=average does not go with method\.name=pfedhn"):
@@ -237,7 +237,7 @@ class Given(ConvNetOptions):
 
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     sizes = torch.tensor([4, 4])
-    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
+    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
     common = PFedHN(context, PFedHNParams())
     sent = MethodAdapter(common).download(
         MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))

@@ -220,7 +220,7 @@ class SlowTwin:
         self.kept = kept
         self.run, self.params, clients = run, run.config.method.options, range(run.num_clients)
         start = run.driver.initial_server()
-        self.theta, self.buffers = start["theta"], run.method.initial_buffers(clients)
+        self.theta, self.buffers = start["theta"], run.method.buffers.initial(clients)
         shape = run.method.hypernetworks
         self.hypernetworks = [OneClient(shape, hypernetworks(start), client) for client in clients]
         kind = torch.optim.Adam if self.params.optimiser == "adam" else torch.optim.SGD
@@ -335,7 +335,7 @@ def test_mixed_statistics_are_kept_and_sent_by_the_server() -> None:
     run = Run(*DIVERSE, "model.batchnorm=true", "train.buffers=mixed", "train.participation=0.5")
     assert "buffers" not in run.clients
     seen = {client for number in range(3) for client in run.simulation.cohort(number).clients}
-    initial = run.method.initial_buffers()
+    initial = run.method.buffers.initial()
     for client, row in enumerate(run.server["buffers"]):
         assert torch.equal(row, initial) != (client in seen)
     message = run.driver.download(run.server, cohort_of(run.method, range(4)))

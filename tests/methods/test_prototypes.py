@@ -185,7 +185,7 @@ def own_models_after(
 def fedproto_by_hand(run: Run) -> tuple[dict[int, Tensor], Tensor, Tensor]:
     """Return the prototypes, and each client's model [N, P] and running statistics."""
     everyone = range(run.num_clients)
-    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.buffers.initial(everyone)
     known: dict[int, Tensor] = {}
     for number in range(run.config.train.rounds):
         found = own_models_after(run, number, theta, buffers, known)
@@ -236,7 +236,7 @@ def test_a_new_client_trains_towards_the_prototypes(keys: tuple[str, ...]) -> No
     run = Run(*SOME, *keys, "data.unseen_clients=0.3", "train.unseen_epochs=2", "train.rounds=1")
     known = {int(label): run.server["prototypes"][label] for label in run.server["is_known"].nonzero()}
     batches = batches_of(run, 3, 1, "finetune", 2)
-    network = network_with(run, run.method.context.initial_parameters(), run.method.initial_buffers())
+    network = network_with(run, run.method.context.initial_parameters(), run.method.buffers.initial())
     train_towards(run, 3, 1, network, known, run.config.method.options.alignment, batches=batches)
     theta, buffers = run.method.layout.flatten(network)
     found, body = run.adapted(), run.method.layout.body
@@ -272,7 +272,7 @@ def largest_distance(pairs: Sequence[tuple[int, Tensor]]) -> float:
 def fedtgp_by_hand(run: Run) -> tuple[dict[int, Tensor], Generator, Tensor, Tensor]:
     """Return the prototypes, the network that makes them, and each client's model and running statistics."""
     everyone, options = range(run.num_clients), run.config.method.options
-    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.buffers.initial(everyone)
     generator = Generator(run.method.server_state())
     known: dict[int, Tensor] = {}
     for number in range(run.config.train.rounds):
@@ -440,7 +440,7 @@ def statistics_by_hand(run: Run, client: int, network: Network) -> tuple[Tensor,
 def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
     """Return phi under the initial head [P], running statistics, heads [N, P_head] and prototypes."""
     layout, options = run.method.layout, run.config.method.options
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     heads = theta[layout.head].repeat(run.num_clients, 1)
     known: dict[int, Tensor] = {}
     for number in range(run.config.train.rounds):
@@ -524,7 +524,7 @@ def align(run: Run, client: int, round: int, network: Network, targets: dict[int
 def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int, Tensor]]]:
     """Return phi under the initial head [P], running statistics, own heads and each client's prototypes."""
     layout = run.method.layout
-    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     heads = theta[layout.head].repeat(run.num_clients, 1)
     own: dict[int, dict[int, Tensor]] = {}
     for number in range(run.config.train.rounds):
@@ -592,7 +592,7 @@ def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
 def fedgh_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """Return the server's head, and each client's model [N, P] and running statistics."""
     everyone, layout, options = range(run.num_clients), run.method.layout, run.config.method.options
-    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.buffers.initial(everyone)
     head = theta[0, layout.head].clone()
     for number in range(run.config.train.rounds):
         pairs = []

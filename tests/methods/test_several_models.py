@@ -179,7 +179,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
             alone = ClientGroup(run.workplace, [client], number)
-            alone.buffers = statistics[cluster : cluster + 1].clone()
+            alone.replace_buffers(statistics[cluster : cluster + 1].clone())
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])
         theta, statistics = theta.clone(), statistics.clone()

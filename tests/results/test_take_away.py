@@ -246,6 +246,7 @@ from hpcfl.methods.fedavg import FedAvg
 class OwnRule(FedAvg):
     name = "own_rule"
     summary = "FedAvg whose probabilities are sharpened"
+    traits = FedAvg.traits.replace(predicts_by="rule")
 
     def eval_model(self, clients, down):
         model = super().eval_model(clients, down)

@@ -18,13 +18,15 @@ from processes import run_in_one_world
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.methods import Context
+from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
+from hpcfl.samples import SampleType
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.sampling import drawn_by_size, is_dropped, of_highest_loss, sampled
+from hpcfl.simulation.sampling import Sampler, drawn_by_size, is_dropped, of_highest_loss
 from hpcfl.storage.ledger import Ledger
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.work import Work
@@ -77,7 +79,10 @@ def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -
     np.testing.assert_allclose(first, p, atol=0.024)
     np.testing.assert_allclose(either, by_hand, atol=0.024)
     assert all(len(set(draw)) == 2 for draw in draws)
-    assert sampled(ClientsConfig(sampling="size"), sizes, 2, 5, 7) == sorted(draws[7])
+    network = MODELS["mlp"].options.model_validate({"hidden": [2]})
+    train, by_size = TrainConfig(participation=0.5), ClientsConfig(sampling="size")
+    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train, 5, clients=by_size)
+    assert Sampler(context).clients(7) == sorted(draws[7])
 
 
 def test_the_candidates_of_highest_loss_are_chosen() -> None:
@@ -93,13 +98,13 @@ def test_power_of_choice_knows_the_losses_of_the_rounds_before(
     monkeypatch: pytest.MonkeyPatch, recorded: list[dict[str, object]]
 ) -> None:
     known: list[np.ndarray] = []
-    choose = Federation.cohort_of_highest_loss
+    choose = Sampler.clients_of_highest_loss
 
-    def keeping(self: Federation, number: int, losses: np.ndarray) -> Cohort:
+    def keeping(self: Sampler, number: int, losses: np.ndarray) -> list[int]:
         known.append(losses.copy())
         return choose(self, number, losses)
 
-    monkeypatch.setattr(Federation, "cohort_of_highest_loss", keeping)
+    monkeypatch.setattr(Sampler, "clients_of_highest_loss", keeping)
     keys = ["data.clients=6", "train.participation=0.34", "train.rounds=6", "clients.candidates=3"]
     run = Run("method.name=fedavg", "clients.sampling=power_of_choice", *keys)
     sizes = run.method.context.num_samples
@@ -162,14 +167,12 @@ def test_a_lost_member_is_as_if_it_had_not_been_sampled(
 ) -> None:
     keys = [*settings, *LOSING[case], "train.rounds=2"]
     assert run_here(tmp_path / "lost", [*keys, "clients.drop_rate=0.5"]) == FINISHED
-    cohort = Federation.cohort
+    clients, half = Sampler.clients, ClientsConfig(drop_rate=0.5)
 
-    def without(self: Federation, number: int) -> Cohort:
-        whole, half = cohort(self, number), ClientsConfig(drop_rate=0.5)
-        there = [n for n, c in enumerate(whole.clients) if not is_dropped(half, 0, number, c)]
-        return whole.select(there)
+    def without(self: Sampler, number: int) -> list[int]:
+        return [c for c in clients(self, number) if not is_dropped(half, 0, number, c)]
 
-    monkeypatch.setattr(Federation, "cohort", without)
+    monkeypatch.setattr(Sampler, "clients", without)
     assert run_here(tmp_path / "absent", keys) == FINISHED
     assert differing(tmp_path / "lost", tmp_path / "absent", "server", "clients") == []
     assert 0 < load_run(tmp_path / "lost").metrics["lost"][-1] < 14

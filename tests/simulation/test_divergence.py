@@ -14,15 +14,15 @@ from bits import KINDS, contents, differing, method_settings, run_here, tiny_set
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Message
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import DIVERGED, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, not_finite
-from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.training.client_group import ClientGroup
 
 pytestmark = [pytest.mark.usefixtures("own_code_forgotten"), pytest.mark.warns]
@@ -242,13 +242,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[Method], clients: Sequence
 
 def never_there(monkeypatch: pytest.MonkeyPatch, client: int, round: int) -> None:
     """Take a client out of the cohort of a round."""
-    cohort = Federation.cohort
+    clients = Sampler.clients
 
-    def without(self: Federation, number: int) -> Cohort:
-        whole = cohort(self, number)
-        return whole.select([n for n, one in enumerate(whole.clients) if (number, one) != (round, client)])
+    def without(self: Sampler, number: int) -> list[int]:
+        return [one for one in clients(self, number) if (number, one) != (round, client)]
 
-    monkeypatch.setattr(Federation, "cohort", without)
+    monkeypatch.setattr(Sampler, "clients", without)
 
 
 def numbers_of(folder: Path) -> dict[str, np.ndarray]:

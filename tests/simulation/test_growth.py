@@ -61,8 +61,8 @@ def test_rounds_leave_nothing_but_rows_of_the_ledger(tmp_path: Path) -> None:
         with ExitStack() as at_exit:
             at_exit.callback(stop.restore)
             experiment = build(config, Communicator())
-            folder = RunFolder(tmp_path / "run", config)
-            folder.open(False, experiment.method.layout, [], at_exit)
+            folder = RunFolder(tmp_path / "run", config, uses_total_rounds=True)
+            folder.open(False, experiment.method.layout, at_exit, {})
             simulation = Simulation(experiment, Communicator(), stop, counting, folder)
             assert simulation.run() == "finished"
     finally:

@@ -11,6 +11,7 @@ from harness import SMALL, Run
 from marked_device import DEVICE, marked_device
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.messages import Cohort
 from hpcfl.data.shard import SPLITS
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import load_config
@@ -18,6 +19,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
 from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
 
@@ -98,10 +100,10 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
     cohort = federation.cohort_of(0, range(4))
     homes = federation.channel.homes(cohort)
     cohort = replace(cohort, workers=(homes[0], *((worker + 1) % count for worker in homes[1:])))
-    migrations = federation.migrations(cohort)
+    migrations = federation.migration.migrations(cohort)
     away = [client for client, _, _ in migrations]
     assert away == ([1, 2, 3] if count > 1 else [])
-    federation.migration.begin(migrations)
+    federation.migration.begin(cohort)
     own = world.worker_index if world.is_worker else None
     visitors = [client for client, _, worker in migrations if worker == own]
     place = federation.migration.worker_context
@@ -136,10 +138,10 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
     place = DEVICE if world.is_worker and world.worker_index % 2 == 0 else cpu
     begin, visited, travelled = ClientMigration.begin, set[torch.device](), list[Migration]()
 
-    def begun(self: ClientMigration, migrations: Sequence[Migration]) -> None:
-        begin(self, migrations)
-        travelled.extend(migrations)
-        if migrations:
+    def begun(self: ClientMigration, cohort: Cohort) -> None:
+        begin(self, cohort)
+        travelled.extend(self.migrations(cohort))
+        if self.migrations(cohort):
             visited.add(self.worker_context.state["theta"].device)
 
     monkeypatch.setattr(Communicator, "device", lambda world, _: DEVICE if world.is_worker else cpu)
@@ -162,17 +164,20 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
 @pytest.mark.mpi
 def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: Communicator) -> None:
     keys = [*SMALL, "data.clients=12", "data.per_client=20", "train.participation=0.5", "method.name=local"]
-    federation = Federation(build(load_config(None, keys), world), world)
-    cohorts = [federation.placed(federation.cohort(number)) for number in range(6)]
-    assert any(federation.migrations(cohort) for cohort in cohorts) is (world.num_workers > 1)
+
+    def placed(*more: str) -> tuple[Federation, list[Cohort]]:
+        federation = Federation(build(load_config(None, [*keys, *more]), world), world)
+        sampler = Sampler(federation.method.context)
+        cohorts = [federation.cohort_of(number, sampler.clients(number)) for number in range(6)]
+        return federation, [federation.migration.placed(cohort) for cohort in cohorts]
+
+    federation, cohorts = placed()
+    assert any(federation.migration.migrations(cohort) for cohort in cohorts) is (world.num_workers > 1)
     for cohort in cohorts:
         spread = torch.tensor(federation.channel.workers(cohort)).bincount(minlength=world.num_workers)
         assert spread.max() == -(-len(cohort) // world.num_workers)
     # the server of a world with GPUs has none itself, and so another engine
     other_engine = f"run.engine={'loop' if world.is_server else 'batched'}"
-    federation = Federation(build(load_config(None, [*keys, other_engine]), world), world)
-    if world.size > 1:
-        assert all(federation.placed(federation.cohort(number)).workers is None for number in range(6))
-    for other in ("run.placement=home", "run.engine=batched"):
-        federation = Federation(build(load_config(None, [*keys, other]), world), world)
-        assert all(federation.placed(federation.cohort(number)).workers is None for number in range(6))
+    at_home = [*([other_engine] if world.size > 1 else []), "run.placement=home", "run.engine=batched"]
+    for other in at_home:
+        assert all(cohort.workers is None for cohort in placed(other)[1])

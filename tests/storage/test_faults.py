@@ -462,7 +462,7 @@ def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], co
     config = load_config(None, settings)
     for length in range(0, len(whole), 97):
         (copied / "config.yaml").write_bytes(whole[:length])
-        RunFolder(copied, config).check(fresh=False)
+        RunFolder(copied, config, uses_total_rounds=True).check(fresh=False)
 
 
 # Checkpoints from elsewhere

@@ -34,7 +34,8 @@ def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **other
 
 
 def new_ledger(clients: int = 3, *keys: str) -> Ledger:
-    return Ledger(load_config(None, [*keys]), clients, LAYERS)
+    settings = load_config(None, [*keys]).clients
+    return Ledger("pfedla", settings, clients, LAYERS, is_private=False, has_patience=False)
 
 
 def play(ledger: Ledger, folder: Path | None = None) -> None:

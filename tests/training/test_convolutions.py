@@ -62,7 +62,7 @@ def test_a_local_round_is_the_same_by_either_way() -> None:
     for kind in ("grouped", "unfold"):
         place = make_place(with_convolutions(network, kind), (16, 8), train, clients_at_once=2)  # type: ignore[arg-type]
         clients = ClientGroup(place, [0, 1], 0)
-        clients.buffers = buffers.clone()
+        clients.replace_buffers(buffers.clone())
         ends.append((clients.sgd(theta).theta, clients.buffers))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
     assert (ends[0][0] - theta).abs().max() > 1e-4

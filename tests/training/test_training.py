@@ -53,7 +53,7 @@ def general_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
 def everyone(place: WorkerContext, round: int = 0, buffers: Tensor | None = None) -> ClientGroup:
     clients = ClientGroup(place, list(place.clients), round)
     if buffers is not None:
-        clients.buffers = buffers.clone()
+        clients.replace_buffers(buffers.clone())
     return clients
 
 
@@ -64,7 +64,7 @@ def one_by_one(
     ends = []
     for client in place.clients:
         alone = ClientGroup(place, [client], 0)
-        alone.buffers = buffers[client : client + 1].clone()
+        alone.replace_buffers(buffers[client : client + 1].clone())
         trained = alone.sgd(theta[client : client + 1], **keys)  # type: ignore[arg-type]
         ends.append((trained.theta, alone.buffers, trained.steps))
     return tuple(torch.cat(parts) for parts in zip(*ends, strict=True))  # type: ignore[return-value]
@@ -268,7 +268,7 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     theta, buffers = spread(network, 2)
     ids = [0, 1] if batched else [0]
     clients = ClientGroup(place, ids, 0)
-    clients.buffers = buffers[ids].clone()
+    clients.replace_buffers(buffers[ids].clone())
     batches = list(clients.batches(epochs=1))
     with clients.discarding_buffer_updates():
         for batch in batches:
@@ -333,7 +333,7 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
 
     def train(place: WorkerContext, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         clients = ClientGroup(place, ids, 0)
-        clients.buffers = buffers[ids].clone()
+        clients.replace_buffers(buffers[ids].clone())
         tensors = {"theta": start[ids].clone(), "scale": torch.linspace(0.5, 1.5, 5).double()[ids]}
         for batch in clients.batches(epochs=2):
             chosen = {name: tensor[batch.members] for name, tensor in tensors.items()}
@@ -364,6 +364,18 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
     gradients, _ = clients.gradient(loss, {"theta": theta, "unused": torch.ones(1, 3)}, batch)
     assert gradients["unused"].tolist() == [[0.0, 0.0, 0.0]]
     assert gradients["theta"].count_nonzero() > 1000
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_gradient_stays_as_it_is_when_the_next_one_is_computed(batched: bool) -> None:
+    network = make_network()
+    place = make_place(network, [8], settings(), clients_at_once=1 if batched else None)
+    clients = everyone(place, buffers=torch.empty(1, 0))
+    theta, _ = spread(network, 1)
+    found = [clients.gradient(cross_entropy_loss, {"theta": theta}, b)[0] for b in clients.batches(epochs=1)]
+    first = clients.gradient(cross_entropy_loss, {"theta": theta}, next(clients.batches(epochs=1)))[0]
+    assert torch.equal(found[0]["theta"], first["theta"])
+    assert not torch.equal(found[0]["theta"], found[1]["theta"])
 
 
 # The loop engine is a bare torch loop

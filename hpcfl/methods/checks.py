@@ -1,0 +1,147 @@
+"""What is wrong with a method's class (TypeError), or with the settings of a run of it (UserError)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hpcfl.config.keys import PrivacyUnit, TrainConfig
+from hpcfl.config.messages import shown
+from hpcfl.errors import UserError
+from hpcfl.methods.buffers import Buffers
+from hpcfl.methods.context import Context
+from hpcfl.methods.traits import Traits
+from hpcfl.parameters import Layer
+
+RENAMED = {
+    **{"scored": "eval_download", "personalised": "eval_model", "network_of": "as_module"},
+    **{"received": "model_after_download", "trained": "model_after_training", "chain": "sequential"},
+    **{"welcome": "new_client_download", "adapt": "new_client_model", "private": "privacy_units"},
+    **{"history": "server_diagnostics", "client_history": "client_diagnostics"},
+    **dict.fromkeys(("history_axes", "pictures", "entry_names"), "diagnostics"),
+    **{"negotiates": "needs_request", "request": "client_request", "supply": "server_response"},
+    **{"scored_moment": "traits.eval_after", "buffer_policies": "traits.buffers"},
+    **{"schedule_uses_rounds": "traits.uses_total_rounds", "leave_out": "clients.handover"},
+    **{name: f"traits.{name}" for name in Traits.__dataclass_fields__},
+    **dict.fromkeys(("server_buffers", "num_models"), "buffers.of_models"),
+    **dict.fromkeys(("download_buffers", "mean_of_buffers"), "traits.averages_own_buffers"),
+    "fixed_buffers": "buffers.keeping_averages",
+}
+"""Present names of members that a class may still have by their earlier names; they would have no effect."""
+
+NEEDS = {
+    "network": "neither predict nor as_module of its own",
+    "module": "both predict and as_module, from the same class",
+    "rule": "predict of its own",
+}
+"""What each value of `Traits.predicts_by` needs."""
+
+
+def check_class(kind: type[Any], base: type[Any]) -> None:
+    """Raise TypeError for a class of `base`, Method, that contradicts itself or misspells a name."""
+    members = [name for name in {**vars(base), **base.__annotations__} if name[0] != "_"]
+    for name in vars(kind):
+        if name[0] == "_" or name in members or hasattr(super(kind, kind), name):
+            continue
+        near = difflib.get_close_matches(name, members, n=1, cutoff=0.79)
+        if name in RENAMED or near:
+            raise TypeError(
+                f"{kind.__name__}.{name} is not a hook; did you mean {RENAMED.get(name) or near[0]}? If not, "
+                f"name it _{name}"
+            )
+    of_rule, of_module = (
+        next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
+    )
+    is_right = {
+        "network": of_rule is of_module is base,
+        "module": of_rule is of_module is not base,
+        "rule": of_rule is not base,
+    }
+    if not is_right[kind.traits.predicts_by]:
+        raise TypeError(
+            f"{kind.__name__}.traits.predicts_by={kind.traits.predicts_by} needs "
+            f"{NEEDS[kind.traits.predicts_by]}"
+        )
+    names = [diagnostic.name for diagnostic in kind.diagnostics]
+    if len(names) > len(set(names)):
+        raise TypeError(f"{kind.__name__} has two diagnostics of one name: {', '.join(names)}")
+
+
+def check_settings(method: str, traits: Traits, context: Context) -> None:
+    """Raise UserError if a key of a run does not go with a method of these traits."""
+    train, optimiser = context.train, context.server.optimiser
+    if train.buffers not in (None, *traits.buffers):
+        raise UserError(
+            f"train.buffers={train.buffers} does not go with method.name={method}; "
+            f"allowed: {', '.join(traits.buffers)}"
+        )
+    for key, reason in traits.refuses.items():
+        value, default = getattr(train, key), TrainConfig.model_fields[key].default
+        if value != default:
+            raise UserError(
+                f"train.{key}={shown(value)} does not go with method.name={method}, {reason}; "
+                f"allowed: {shown(default)}"
+            )
+    if optimiser is not None and not traits.averages:
+        raise UserError(
+            f"server.optimiser={optimiser} does not go with method.name={method}, whose server averages no "
+            "model; set server.optimiser=null"
+        )
+    if traits.needs_body:
+        check_body(method, context)
+
+
+def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, buffers: Buffers) -> None:
+    """Raise UserError if `privacy.unit` would promise what does not hold."""
+    unit = context.privacy.unit
+    if unit is None:
+        return
+    key = f"privacy.unit={unit}"
+    if unit not in units:
+        raise UserError(
+            f"{key} does not go with method.name={method}, whose clients' messages it would not make "
+            "private; `hpcfl list` shows the methods that it goes with"
+        )
+    if unit == "sample" and buffers.layout.buffer_size:
+        raise UserError(
+            f"{key} needs a model without BatchNorm, which mixes the samples of a mini-batch, and model."
+            f"name={context.model_name} has it here; use another, such as model.batchnorm=false"
+        )
+    if buffers.are("average"):
+        raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")
+
+
+def check_body(method: str, context: Context) -> None:
+    """Raise UserError if the configured model has no layers before its head."""
+    if not context.layout.body.stop:
+        raise UserError(
+            f"method.name={method} needs a feature extractor and a head, and model.name="
+            f"{context.model_name} has no layers before its head here; use one that has, such as "
+            "model.name=lenet"
+        )
+
+
+def check_num_layers(layers: Sequence[Layer], key: str, number: int) -> None:
+    """Raise UserError if `number`, the value of `method.<key>`, is more than there are layers."""
+    if number > len(layers):
+        names = ", ".join(layer.name for layer in layers)
+        raise UserError(
+            f"method.{key}={number} is more than the model's {len(layers)} layers ({names}); "
+            f"allowed: up to {len(layers)}"
+        )
+
+
+def check_equal_starts(context: Context, key: str, count: int) -> None:
+    """Raise UserError if the `different_starts` that `method.<key>`, `count`, needs would all be equal.
+
+    If a file gives the initial weights of the body only, draws still differ in their heads, as in the code of
+    FedEM's authors. This difference is sufficient.
+    """
+    if count > 1 and context.weights_are_given and torch.equal(*context.different_starts(2)):
+        raise UserError(
+            f"method.{key}={count} needs models that start differently, and model.weights starts all alike; "
+            f"drop model.weights, or use method.{key}=1"
+        )
