@@ -192,7 +192,7 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     text = told(capsys, *words)
     assert list(tmp_path.iterdir()) == []
     assert run_here(tmp_path / "run", [*words, "run.report=false"]) == FINISHED
-    disk = r"disk: a checkpoint ([\d.]+ \w+), the last one ([\d.]+ \w+); .* at most ([\d.]+ \w+) beside"
+    disk = r"disk: a checkpoint ([\d.]+ \w+), the last one ([\d.]+ \w+); .* at most ([\d.]+ \w+) without"
     middle, last, most = map(size, found(disk, text))
     real = [(tmp_path / "run" / name).stat().st_size for name in ("checkpoint.prev.h5", "checkpoint.h5")]
     assert middle == pytest.approx(real[0], rel=0.03, abs=20_000)
@@ -204,7 +204,7 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     exact, buffers = ([int(row[f"{kind}bytes_{way}"]) for way in ("down", "up")] for kind in ("", "buffer_"))
     assert moved == (pytest.approx(exact, rel=CHOSEN[case]) if case in CHOSEN else exact)
     assert ("network: about " in text) == (case in CHOSEN)
-    line = f"running statistics: {buffers[0]:,} bytes down and {buffers[1]:,} up in all"
+    line = f"running statistics: {buffers[0]:,} bytes down and {buffers[1]:,} up more in all"
     assert line in text if any(buffers) else "running statistics" not in text
 
 
