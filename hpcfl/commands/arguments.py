@@ -46,7 +46,7 @@ def add_own_code(parser: Parser) -> None:
         "--own-code",
         type=partial(allow, "--own-code"),
         metavar="FILE.py",
-        help="allow this Python file, which another file names, to run",
+        help="allow the Python code of this file to run",
     )
 
 

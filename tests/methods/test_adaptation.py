@@ -45,31 +45,6 @@ def slope(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | No
     return torch.autograd.grad(loss(run, leaf, x, y, statistics), leaf)[0]
 
 
-WITHOUT_STEPS = [
-    *((PER_FEDAVG, "method.alpha=0", f"method.variant={name}") for name in VARIANTS),
-    (FEDALA, "method.weights_lr=0", "method.most_passes=1"),
-]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        (*LINEAR, "train.participation=0.5", "train.lr_decay=0.9", "train.weight_decay=0.01"),
-        ("model.batchnorm=true", "train.momentum=0.9", "train.buffers=local"),
-    ],
-)
-def test_without_a_step_size_both_are_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
-    fedavg = Run(*UNEQUAL_FEW, *keys, "method.name=fedavg")
-    assert len(set(fedavg.method.context.num_samples.tolist())) > 1
-    expected = fedavg.evaluated()
-    for ours in WITHOUT_STEPS:
-        run = Run(*UNEQUAL_FEW, *keys, *ours)
-        torch.testing.assert_close(run.server, fedavg.server, rtol=0, atol=0)
-        torch.testing.assert_close(run.evaluated(), expected, rtol=0, atol=0)
-        assert torch.equal(run.bytes_by_client, fedavg.bytes_by_client)
-    assert (run.server["theta"] - run.method.context.initial_parameters()).abs().max() > 0.01
-
-
 # Per-FedAvg
 
 

@@ -38,40 +38,10 @@ from hpcfl.training.losses import distillation_loss
 MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
-def assert_same_bits(ours: Run, theirs: Run) -> None:
-    """Compare the server's models and what is evaluated; clients are unequal and some are not sampled."""
-    assert len(set(ours.method.context.num_samples.tolist())) > 1
-    for name, tensor in theirs.server.items():
-        assert torch.equal(ours.server[name], tensor)
-    torch.testing.assert_close(ours.evaluated(), theirs.evaluated(), rtol=0, atol=0)
-
-
 def counts_of(run: Run) -> Tensor:
     """Return how many training samples of each class each client has."""
     labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
     return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
-
-
-# Reductions to FedAvg
-
-
-@pytest.mark.parametrize("keys", [SLIPPERY, ("train.buffers=local",)], ids=["average", "local"])
-def test_without_its_strength_each_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
-    fedavg = Run(*SOME, *keys, "method.name=fedavg")
-    for name, strength in (("fedprox", "mu"), ("moon", "mu"), ("fedntd", "beta")):
-        assert_same_bits(Run(*SOME, *keys, f"method.name={name}", f"method.{strength}=0"), fedavg)
-
-
-def test_scaffolds_first_round_is_fedavg_to_the_bit() -> None:
-    keys = (*SOME, "train.weight_decay=0.01", "train.lr_decay=0.9", "train.rounds=1")
-    assert_same_bits(*(Run(*keys, f"method.name={name}") for name in ("scaffold", "fedavg")))
-
-
-def test_without_margins_fedlc_is_fedavg_to_the_bit_where_clients_have_all_classes() -> None:
-    keys = (*MLP, "data.partition.name=iid", "data.per_client=100", "train.momentum=0.9")
-    ours = Run(*keys, "method.name=fedlc", "method.tau=0")
-    assert (counts_of(ours) > 0).all()
-    assert torch.equal(ours.server["theta"], Run(*keys, "method.name=fedavg").server["theta"])
 
 
 # FedAvg's rounds with another loss: FedProx, FedNTD and FedLC

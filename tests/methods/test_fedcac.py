@@ -163,13 +163,6 @@ def test_without_critical_numbers_all_start_from_fedavgs_model() -> None:
     )
 
 
-def test_alone_it_is_local_to_the_bit() -> None:
-    keys = (*MLP, "train.momentum=0.5", "data.clients=1", "data.partition.name=iid")
-    run, local = Run(FEDCAC, *keys), Run(*keys, "method.name=local")
-    assert torch.equal(run.clients["theta"], local.clients["theta"])
-    assert torch.equal(run.server["models"], local.clients["theta"])
-
-
 @pytest.mark.parametrize("clients", [(0, 2), (1, 3)])
 def test_who_has_uploaded_nothing_or_nan_has_no_part_and_starts_from_the_mean(
     clients: tuple[int, int],

@@ -21,7 +21,7 @@ from by_hand import (
     train_by_torch,
     work,
 )
-from harness import UNEQUAL, Run
+from harness import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
@@ -124,33 +124,6 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
     said = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
     assert refused(capsys, *words).startswith(said)
-
-
-# FedBN
-
-
-def assert_same(ours: Run, fedavg: Run) -> None:
-    """Compare the server's state, the evaluated models and the bytes, to the bit."""
-    for found, expected in ((ours.server, fedavg.server), (ours.evaluated(), fedavg.evaluated())):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-
-
-def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
-    (told,) = caplog.messages
-    assert "so fedbn is fedavg here; model.batchnorm=true adds it" in told
-    fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
-    assert_same(ours, fedavg)
-
-
-# LG-FedAvg
-
-
-def test_lg_fedavg_that_shares_all_layers_is_fedavg_to_the_bit() -> None:
-    ours = Run(*SOME, *SLIPPERY, "method.name=lg_fedavg", "method.global_layers=6", "train.buffers=average")
-    fedavg = Run(*SOME, *SLIPPERY, "method.name=fedavg")
-    assert_same(ours, fedavg)
 
 
 # FedRep

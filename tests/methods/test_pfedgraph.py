@@ -142,14 +142,3 @@ def test_with_a_large_alpha_all_start_from_fedavgs_model() -> None:
     everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
     fedavg = Run(*keys, "method.name=fedavg").server["theta"]
     assert_close(run.driver.download(run.server, everyone)["theta"], fedavg.expand(4, -1))
-
-
-@pytest.mark.parametrize(
-    ("keys", "alpha"), [((), 1e-6), (("data.clients=1", "data.partition.name=iid"), 0.8)]
-)
-def test_alone_or_with_a_small_alpha_it_is_local_to_the_bit(keys: tuple[str, ...], alpha: float) -> None:
-    common = (*MLP, "train.momentum=0.5", *keys)
-    run = Run(PFEDGRAPH, *common, f"method.alpha={alpha}", "method.pull=0")
-    local = Run(*common, "method.name=local")
-    assert torch.equal(run.clients["theta"], local.clients["theta"])
-    assert torch.equal(run.server["models"], local.clients["theta"])

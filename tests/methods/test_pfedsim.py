@@ -107,13 +107,6 @@ def test_a_warm_up_of_all_rounds_is_fedavg_to_the_bit() -> None:
     assert not run.server["is_known"].any()
 
 
-def test_alone_without_a_warm_up_it_is_local_to_the_bit() -> None:
-    keys = ("train.momentum=0.5", "data.clients=1", "data.partition.name=iid", "model.batchnorm=true")
-    run, local = Run(PFEDSIM, *keys, "method.warm_up=0"), Run(*keys, "method.name=local")
-    assert torch.equal(run.clients["theta"], local.clients["theta"])
-    assert torch.equal(run.server["models"], local.clients["theta"])
-
-
 def test_who_has_no_sound_model_starts_from_that_of_the_warm_up() -> None:
     method = method_of(PFedSim, 4)
     server = MethodAdapter(method).initial_server()

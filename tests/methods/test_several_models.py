@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, assert_close, batches_of, cohort_of, method_of, torchs_optimiser, work
+from by_hand import SOME, assert_close, batches_of, cohort_of, method_of, torchs_optimiser, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
@@ -76,18 +76,6 @@ MIRRORED_AND_SWAPPED = [6, 5, 4, 9, 8, 7, *MIRRORED[6:]]
 
 
 # One model
-
-
-@pytest.mark.parametrize("one", [(IFCA, "method.clusters=1"), (FEDEM, "method.components=1")])
-def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str]) -> None:
-    keys = (*SOME, *SLIPPERY, "train.lr=0.05", "train.finetune_epochs=1")
-    fedavg, ours = Run(*keys, "method.name=fedavg"), Run(*keys, *one)
-    assert set(ours.server) - {"cluster"} == set(fedavg.server)
-    assert all(torch.equal(ours.server[name], tensor.unsqueeze(0)) for name, tensor in fedavg.server.items())
-    evaluated = ours.evaluated()
-    for name, tensor in fedavg.evaluated().items():
-        assert torch.equal(evaluated[name].view_as(tensor), tensor), name
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
 
 
 @pytest.mark.usefixtures("double")
