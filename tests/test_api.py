@@ -17,10 +17,8 @@ from torch.utils.data import TensorDataset
 import hpcfl
 from hpcfl import api
 from hpcfl.communication.messages import Message
-from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.results.run import Run
@@ -46,15 +44,11 @@ class Noisy(FedBN):
 
 
 @pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
+def registries(own_code_forgotten: None) -> Iterator[None]:
     """Take out what a test has entered."""
-    methods, sources, added = dict(METHODS), dict(SOURCES), set(api._added)
+    added = set(api._added)
     yield
-    for known, before in ((METHODS, methods), (SOURCES, sources)):
-        known.clear()
-        known.update(before)  # type: ignore[arg-type]
-    api._added.clear()
-    api._added.update(added)
+    api._added.intersection_update(added)
     for kind in (Halved, Noisy):
         for name in {"name", "summary"} & vars(kind).keys():
             delattr(kind, name)

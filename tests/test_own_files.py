@@ -9,11 +9,9 @@ import yaml
 from bits import differing, refused
 from processes import Mpirun
 
-from hpcfl.config.own_code import allow
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config
-from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
@@ -203,15 +201,6 @@ def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Pa
         assert (config.method.name, config.tree()["method"]["left_out"]) == ("my_method", 2)
     config = load_config(saved, ["data.reader=null", "data.partition.name=iid", "method.path=null"])
     assert (config.data.source, config.source_file, config.method.name) == ("digits", {}, "pfedla")
-
-
-def test_a_row_of_a_table_is_called_as_its_file(files: dict[str, Path], tmp_path: Path) -> None:
-    allow("--own-code", str(files[METHOD]))
-    path = tmp_path / "two.yaml"
-    rows = [{"method": {"path": str(files[METHOD])}}, {"method": {"name": "fedavg"}}]
-    path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
-    names = [(cell.label, cell.config.method.name) for cell in Table(path, [], tmp_path / "out").cells]
-    assert names == [("my_method", "my_method"), ("fedavg", "fedavg")]
 
 
 FEDAVG = "from hpcfl.methods.fedavg import FedAvg\n"

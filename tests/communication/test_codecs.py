@@ -273,19 +273,6 @@ def test_none_is_no_codec_and_directions_choose() -> None:
     assert type(codec_of(CommConfig(codec="topk"), "down")) is Codec
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_what_was_sent_and_what_is_left_are_all_differences(share: float) -> None:
-    link = Wire("topk", 4, topk_ratio=share)
-    sent, wanted = torch.zeros(4, P), torch.zeros(4, P)
-    for number in range(50):
-        base, trained = random(4, P, seed=2 * number), random(4, P, seed=2 * number + 1)
-        arrived = link.up(*(Message(per_client={"theta": rows}, num_clients=4) for rows in (trained, base)))
-        sent += arrived["theta"] - base
-        wanted += trained - base
-    torch.testing.assert_close(sent + link.state[f"{UNSENT}theta"], wanted, rtol=0, atol=1e-4)
-    assert link.state[f"{UNSENT}theta"].abs().max() < 20
-
-
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return the bytes of numbers and indices that rounds of four clients, not evaluations, give to MPI."""
@@ -371,12 +358,3 @@ def test_clients_are_scored_with_what_they_would_receive(tmp_path: Path) -> None
         for name in ("theta", "buffers"):
             model = torch.from_numpy(file[f"personalised/{name}"][()])
             assert torch.equal(model, model.half().float())
-
-
-def test_clients_keep_what_topk_left_out_in_checkpoints(tmp_path: Path) -> None:
-    keys = [*SMALL, "method.name=fedavg", "comm.codec=topk", "comm.topk_ratio=0.01"]
-    assert run_here(tmp_path, [*keys, "train.participation=0.5", "train.rounds=1"]) == 0
-    with h5py.File(tmp_path / "checkpoint.h5", "r", locking=False) as file:
-        unsent = torch.from_numpy(file["clients/comm.unsent/theta"][()])
-    assert unsent.shape[0] == 4
-    assert unsent.any(dim=1).sum() == 2

@@ -236,16 +236,6 @@ def test_empty_messages() -> None:
 
 
 @pytest.mark.mpi
-def test_figures_arrive_in_client_order() -> None:
-    world = CountingWorld(2**20)
-    cohort = away_from_home(cohort_of(COHORTS[0]), world)
-    figures = rows(cohort, 3, dtype=torch.float64)
-    collected = Channel(world, LAYERS, N).collect(cohort, figures[own_part(cohort, world)])
-    assert (collected is not None) is world.is_server
-    assert collected is None or torch.equal(collected, figures)
-
-
-@pytest.mark.mpi
 def test_an_upload_read_halfway_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)

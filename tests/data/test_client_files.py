@@ -16,7 +16,7 @@ import pytest
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.sources import fetch, read_source
+from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
@@ -340,14 +340,6 @@ def test_unfit_pfllib_folders_are_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / part / "1.npz").rename(tmp_path / part / "7.npz")
     assert_refused(pfllib, tmp_path, r"files of 3 clients but no train/1.npz; .* numbered 0..2")
-
-
-@pytest.mark.parametrize("source", ["femnist", "pfllib"])
-def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOL"):
-        read_source(DataConfig(source=source))
-    with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; name yours with"):
-        fetch(source, str(tmp_path))
 
 
 @pytest.mark.parametrize("source", ["femnist", "pfllib"])

@@ -1,4 +1,4 @@
-"""Who gets which samples: worked-out deals and sizes, T27 and T28, and every refusal."""
+"""Who gets which samples: worked-out deals and sizes, and every refusal."""
 
 from __future__ import annotations
 
@@ -105,10 +105,11 @@ def test_no_sample_is_used_twice_and_who_has_which_depends_on_the_seed_alone(nam
 
 
 @pytest.mark.parametrize("name", STRATIFIED)
-def test_train_and_test_have_the_same_class_proportions(name: str) -> None:
-    for part in deal(name):
-        train, test = np.array(by_class(part.train)), np.array(by_class(part.test))
-        np.testing.assert_array_equal(train, np.floor((train + test) * 0.7 + 0.5 + 1e-9))
+def test_train_validation_and_test_have_the_same_class_proportions(name: str) -> None:
+    for part in deal(name, val_fraction=0.2):
+        train, val, test = (np.array(by_class(of)) for of in (part.train, part.val, part.test))
+        np.testing.assert_array_equal(train + val, np.floor((train + val + test) * 0.7 + 0.5 + 1e-9))
+        np.testing.assert_array_equal(val, np.floor((train + val) * 0.2 + 0.5 + 1e-9))
 
 
 @pytest.mark.parametrize("name", NOT_STRATIFIED)
@@ -224,19 +225,6 @@ def test_class_table_counts_all_three_parts() -> None:
     one = ClientIndices(train=np.array([0, 2]), val=np.array([1]), test=np.array([3]))
     two = ClientIndices(train=np.array([4]), val=np.array([], dtype=np.int64), test=np.array([5]))
     assert class_table(y, [one, two], 4).tolist() == [[2, 1, 1, 0], [0, 0, 2, 0]]
-
-
-def test_pfedmb_pools_share_one_proportion_by_client_and_class() -> None:
-    y = np.repeat(np.arange(10), 6000)
-    parts = deal("dirichlet", y=y, clients=15, test_fraction=1 / 6, val_fraction=0.2)
-    train, val, test = (
-        np.array([np.bincount(y[getattr(part, split)], minlength=10) for part in parts])
-        for split in ("train", "val", "test")
-    )
-    whole = train + val + test
-    assert np.abs(test - whole / 6).max() <= 0.5
-    assert np.abs(val - whole / 6).max() <= 0.6
-    assert whole.sum() == 60_000
 
 
 def test_neighbours_differ_in_one_class_from_one_client_to_the_next() -> None:

@@ -184,11 +184,24 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_bundled_is_not_fetched(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data.source=digits: there is nothing to fetch; it is bundled"):
+        fetch("digits", str(tmp_path))
+
+
 @pytest.mark.parametrize(
-    ("name", "why"), [("digits", "it is bundled"), ("npz", "name yours with data.path=FILE.npz")]
+    ("name", "file"),
+    [
+        ("csv", "FILE.csv"),
+        ("npz", "FILE.npz"),
+        *((name, "FOLDER") for name in ("domains", "femnist", "pfllib")),
+    ],
 )
-def test_nothing_to_fetch(name: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^data.source={name}: there is nothing to fetch; {why}"):
+def test_files_of_one_s_own_must_be_named_and_are_never_fetched(name: str, file: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^data.path is not set: data.source={name} needs data.path={file}"):
+        read_source(DataConfig(source=name, target="y"))
+    said = f"^data.source={name}: there is nothing to fetch; name yours with data.path={file}"
+    with pytest.raises(UserError, match=said):
         fetch(name, str(tmp_path))
 
 
@@ -203,8 +216,8 @@ def write_npz(folder: Path, **arrays: np.ndarray) -> str:
     return str(path)
 
 
-def read_npz(path: Path | str | None, layout: str | None = None) -> Arrays:
-    return read_source(DataConfig(source="npz", path=path and str(path), layout=layout))
+def read_npz(path: Path | str, layout: str | None = None) -> Arrays:
+    return read_source(DataConfig(source="npz", path=str(path), layout=layout))
 
 
 def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
@@ -321,8 +334,6 @@ def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
             read_npz(file)
     with pytest.raises(UserError, match="no such file"):
         read_npz(tmp_path / "absent.npz")
-    with pytest.raises(UserError, match=r"^data.path is not set: .*data.path=FILE.npz"):
-        read_npz(None)
 
 
 def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> None:

@@ -22,11 +22,13 @@ from bits import (
 from harness import make_network, make_place
 from processes import Mpirun, run_in_one_world
 
-from hpcfl.communication.messages import Message
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import DIVERGED, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.methods.base import State
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, not_finite
 from hpcfl.simulation.sampling import Sampler
@@ -151,30 +153,25 @@ def test_too_large_a_step(
     assert said(capsys) == [line]
 
 
-STEEP = """
-from hpcfl.methods.fedavg import FedAvg
-
-class Steep(FedAvg):
-    def aggregate(self, server, cohort, up):
-        super().aggregate(server, cohort, up)
-        if cohort.round == 1:
-            server["theta"][:3] = float("inf")
-"""
-
-
 def test_a_server_that_diverges_is_told_from_its_clients(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "steep.py"
-    path.write_text(STEEP)
+    aggregate = METHODS["fedavg"].aggregate
+
+    def steep(self: Method, server: State, cohort: Cohort, up: Upload) -> None:
+        aggregate(self, server, cohort, up)
+        if cohort.round == 1:
+            server["theta"][:3] = torch.inf
+
+    monkeypatch.setattr(METHODS["fedavg"], "aggregate", steep)
     for policy, every in (("stop", 1), ("skip", 3)):
         folder = tmp_path / f"{policy}{every}"
-        keys = [f"method.path={path}", f"run.checkpoint_every={every}", f"run.on_divergence={policy}"]
+        keys = ["method.name=fedavg", f"run.checkpoint_every={every}", f"run.on_divergence={policy}"]
         capsys.readouterr()
         assert run_here(folder, [*settings, *keys, "run.eval_every=3"]) == DIVERGED
         kept = "the last good checkpoint is of round 1" if every == 1 else "there is no checkpoint yet"
         assert said(capsys) == [
-            f"hpcfl: error: the server's state is not finite after round 2 (steep; theta); {kept}: "
+            f"hpcfl: error: the server's state is not finite after round 2 (fedavg; theta); {kept}: "
             "start over with a lower train.lr (it is 0.05), or take smaller steps on the server "
             "(hpcfl list keys method)"
         ]
@@ -182,26 +179,21 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         assert not list(folder.glob("*tmp*"))
 
 
-TUNED = """
-from hpcfl.methods.fedavg import FedAvg
-
-class Tuned(FedAvg):
-    def finetune(self, clients, down, epochs):
-        tuned = super().finetune(clients, down, epochs)
-        if clients.round >= 2 and 4 in clients.ids:
-            tuned.per_client["theta"][clients.ids.index(4)] *= float("nan")
-        return tuned
-"""
-
-
 def test_a_model_that_cannot_be_scored(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fine-tuning makes nan of a sound model; the last evaluation is part of a checkpoint."""
-    path = tmp_path / "tuned.py"
-    path.write_text(TUNED)
-    keys = [*settings, f"method.path={path}", "train.finetune_epochs=2", "train.rounds=2"]
-    what = "tuned; loss is nan after 2 epochs of fine-tuning"
+    finetune = METHODS["fedavg"].finetune
+
+    def spoilt(self: Method, group: ClientGroup, down: Message, epochs: int) -> Message:
+        tuned = finetune(self, group, down, epochs)
+        if group.round >= 2 and 4 in group.ids:
+            tuned.per_client["theta"][group.ids.index(4)] *= torch.nan
+        return tuned
+
+    monkeypatch.setattr(METHODS["fedavg"], "finetune", spoilt)
+    keys = [*settings, "method.name=fedavg", "train.finetune_epochs=2", "train.rounds=2"]
+    what = "fedavg; loss is nan after 2 epochs of fine-tuning"
     told = f"client 4 diverged in the evaluation after round 2 ({what})"
     capsys.readouterr()
     assert run_here(tmp_path / "run", keys) == DIVERGED
@@ -414,12 +406,10 @@ def test_a_table_says_which_cell(
 ) -> None:
     words = dict(word.split("=", 1) for word in poisoned if not word.startswith("data."))
     path = tmp_path / "table.yaml"
-    path.write_text(
-        f"title: two\nseeds: [0]\nrows:\n  - {{label: own, method: {{path: {words['method.path']}}}}}\n"
-    )
+    path.write_text(f"title: two\nseeds: [0]\nrows:\n  - {{method: {{path: {words['method.path']}}}}}\n")
     overrides = [word for word in poisoned if not word.startswith("method.")]
     options = ["--own-code", words["method.path"], "--quiet", "--out", str(tmp_path / "cells")]
     assert main(["table", str(path), *options, *overrides]) == DIVERGED
     (line,) = [line for line in said(capsys) if "diverged" in line]
-    assert line.startswith(f"hpcfl: error: {path}, row 1 (own)")
+    assert line.startswith(f"hpcfl: error: {path}, row 1 (poisoned)")
     assert TOLD in line

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import hashlib
 import os
 import resource
 import shlex
@@ -23,6 +22,7 @@ import h5py
 import numpy as np
 import pytest
 from bits import differing, read_csv, refused, round_of, run_here, start_run, tiny_settings
+from mutations import sign
 from processes import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.errors import FINISHED, STORAGE_ERROR
@@ -328,8 +328,11 @@ def test_a_folder_that_is_gone(
 def test_a_lock_of_a_dead_job_on_another_node(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
     (copied / ".lock").write_text(LOCK)
     goes_on(copied)
-    (warning,) = capfd.readouterr().err.splitlines()
-    assert warning.startswith(f"hpcfl: warning: {copied} was locked by {FOREIGN}. This machine cannot see ")
+    assert capfd.readouterr().err == (
+        f"hpcfl: warning: {copied} was locked by {FOREIGN}. This machine cannot see whether it still runs "
+        "(see squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, "
+        "with exit code 74\n"
+    )
     assert (copied / ".lock").read_text() == ""
 
 
@@ -459,13 +462,6 @@ def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], co
 
 
 # Checkpoints from elsewhere
-
-
-def sign(path: Path) -> None:
-    """Write the user block anew after a change."""
-    content = path.read_bytes()[512:]
-    line = f"hpcfl checkpoint sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
-    path.write_bytes(line.ljust(512, b"\0") + content)
 
 
 def make_older(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.registries import load_config
+from hpcfl.config.keys import ClientsConfig
 from hpcfl.storage.ledger import METRICS, Evaluation, Ledger
 
 LAYERS = ["conv", "fc"]
@@ -33,9 +33,8 @@ def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **other
     return Traffic(np.array(layers), of_others, np.full(clients, buffers), np.full(clients, indices))
 
 
-def new_ledger(clients: int = 3, *keys: str) -> Ledger:
-    settings = load_config(None, [*keys]).clients
-    return Ledger("pfedla", settings, clients, LAYERS, is_private=False, has_patience=False)
+def new_ledger(clients: int = 3) -> Ledger:
+    return Ledger("pfedla", ClientsConfig(), clients, LAYERS, is_private=False, has_patience=False)
 
 
 def play(ledger: Ledger, folder: Path | None = None) -> None:
@@ -163,36 +162,6 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
     assert restored.diverged.tolist() == [4, 2, 2]
 
 
-def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
-    keys = ["clients.sampling=power_of_choice", "clients.drop_rate=0.5", "clients.step_s=1"]
-    ledger, restored = (new_ledger(3, *keys) for _ in range(2))
-    moved = (Traffic.nothing(2, len(LAYERS)),) * 2
-    for number, (members, lost) in enumerate([((0, 1), (1,)), ((0, 1), (0, 1))]):
-        cohort = Cohort(number, members, torch.tensor([7, 7]))
-        losses = {client: 0.25 for client in members if client not in lost}
-        ledger.record_round(cohort, moved, dict.fromkeys(members, 1), losses, 0.5, 1.0, (), lost, 2.5)
-    restored.restore(ledger.tables(), ledger.history())
-    assert restored.lost.tolist() == [1, 2, 0]
-    assert restored.simulated_s == 5.0
-    assert np.array_equal(restored.client_losses, [0.25, np.nan, np.nan], equal_nan=True)
-    assert restored.is_sampled.tolist() == [True, True, False]
-    restored.record_evaluation(2, evaluation([1, 1, 1]), NUM_SAMPLES, UNKNOWN, {})
-    assert np.isnan(restored.last("accuracy_after_download"))
-    restored.start_files(tmp_path)
-    restored.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
-    header, row = read(tmp_path / "metrics.csv")
-    assert (header[-2:], row[-2:]) == (["lost", "simulated_s"], ["3", "5.0"])
-    assert [line[-1] for line in read(tmp_path / "clients.csv")] == ["lost", "1", "2", "0"]
-
-
-def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
-    empty, restored = new_ledger(), new_ledger()
-    restored.restore(empty.tables(), empty.history())
-    restored.start_files(tmp_path)
-    assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS) + "\n"
-    assert (tmp_path / "bytes.csv").read_text() == "round,direction,layer,bytes\n"
-
-
 def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
     ledger, cohorts = new_ledger(), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
     with_others = (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, fc=[6]))
@@ -223,15 +192,3 @@ def test_best_is_the_first_of_the_highest() -> None:
         ledger.record_evaluation(2 * round, evaluation(accuracy), np.ones(2), np.full(2, np.nan), {})
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
-
-
-def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
-    before = [row.copy() for row in ledger.metrics]
-    ledger.wall_s = 20.0
-    ledger.record_evaluation(3, evaluation([1, 1, 1]), NUM_SAMPLES, UNKNOWN, {})
-    assert ledger.best() == (1.0, 3)
-    ledger.forget_last_evaluation()
-    assert ledger.metrics == before
-    assert ledger.best() == (0.75, 2)
-    assert {len(rows) for rows in ledger.history().values()} == {1}
-    assert len(ledger.tables()["bytes"].values) == 3

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -100,42 +99,6 @@ def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / ".lock").read_text() == ""
     (tmp_path / ".lock").write_text(f"{owner}\n")
     assert holder(tmp_path).is_gone
-
-
-def test_an_owner_elsewhere_that_is_not_seen_is_taken_for_dead(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a job on a lost node, which is requeued elsewhere."""
-    (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
-    assert holder(tmp_path) == Holder(FOREIGN, False, False)
-    with FolderLock(tmp_path) as held:
-        assert held.lost() is None
-    assert caplog.messages == [
-        f"{tmp_path} was locked by {FOREIGN}. This machine cannot see whether it still runs (see "
-        "squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, with "
-        "exit code 74"
-    ]
-
-
-def test_a_dead_owner_on_this_machine_gives_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever its process id stands for now: its lock went with it."""
-    (tmp_path / ".lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}, job 1\n")
-    with FolderLock(tmp_path):
-        pass
-    assert caplog.messages == []
-
-
-def test_an_owner_that_was_taken_for_dead_is_told_and_leaves_the_name_of_the_other(tmp_path: Path) -> None:
-    with FolderLock(tmp_path) as held:
-        # another process writes: this one would lose the lock as it closes the file
-        subprocess.run(["bash", "-c", f"echo '{FOREIGN}' > .lock"], cwd=tmp_path, check=True)
-        assert held.lost() == f"was taken over by {FOREIGN}"
-        held.release()
-        assert (tmp_path / ".lock").read_text() == f"{FOREIGN}\n"
-        (tmp_path / ".lock").write_text("")
-        assert held.lost() == "lost its .lock to another run or a deletion"
 
 
 def test_no_room_for_a_name_leaves_no_lock_behind(tmp_path: Path) -> None:
