@@ -21,7 +21,7 @@ from by_hand import (
     train_cohort,
     work,
 )
-from harness import Run
+from harness import MLP, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
@@ -34,8 +34,6 @@ from hpcfl.methods.moon import Moon
 from hpcfl.methods.scaffold import Scaffold
 from hpcfl.models import Network
 from hpcfl.training.losses import distillation_loss
-
-MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 def counts_of(run: Run) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from by_hand import assert_close, batches_of, work
-from harness import UNEQUAL_FEW, Run
+from harness import MLP, UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,6 @@ from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.samples import SampleType
 
 OURS = "method.name=fedafk"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 def fixed_head(run: Run) -> Tensor:

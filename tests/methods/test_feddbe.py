@@ -1,4 +1,4 @@
-"""FedDBE: against rounds with torch's own modules and optimiser, and what it is in special cases."""
+"""FedDBE: against rounds with torch's own modules and optimiser."""
 
 from __future__ import annotations
 
@@ -101,14 +101,6 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         group = ClientGroup(run.workplace, range(4), 3)
         ours = run.method.predict(group, evaluated, client, x)
         assert_close(ours, twin.probabilities(client, x))
-
-
-def test_its_first_round_is_fedavgs_to_the_bit() -> None:
-    fedavg, run = (Run(*SOME, f"method.name={name}", "train.rounds=1") for name in ("fedavg", "feddbe"))
-    assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
-    assert torch.equal(run.evaluated()["theta"], fedavg.evaluated()["theta"])
-    assert not run.clients["offset"].any()
-    assert run.server["has_consensus"] == 1
 
 
 @pytest.mark.usefixtures("double")

@@ -60,14 +60,6 @@ def test_predictions_by_hand() -> None:
             assert_close(found[sample], expected)
 
 
-def test_training_and_traffic_are_fedavgs() -> None:
-    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5")
-    fedavg, run = Run(*keys, "method.name=fedavg"), Run(*keys, KNN_PER)
-    torch.testing.assert_close(run.server, fedavg.server, rtol=0, atol=0)
-    assert torch.equal(run.bytes_by_client, fedavg.bytes_by_client)
-    assert run.clients == {}
-
-
 def test_without_neighbours_it_is_fedavg_and_without_the_model_it_is_the_neighbours_alone() -> None:
     fedavg = Run(*UNEQUAL_FEW, "method.name=fedavg")
     none, alone = (Run(*UNEQUAL_FEW, KNN_PER, f"method.weight={weight}") for weight in (0, 1))

@@ -222,13 +222,6 @@ def test_the_nearest_known_prototype_is_predicted_and_without_one_the_own_head_d
 
 
 @pytest.mark.parametrize("keys", NEAREST)
-def test_without_alignment_clients_train_as_local_does_to_the_bit(keys: tuple[str, ...]) -> None:
-    common = (*SOME, *SLIPPERY, "train.lr=0.05")
-    local, ours = Run(*common, "method.name=local"), Run(*common, *keys, "method.alignment=0")
-    torch.testing.assert_close(ours.clients, local.clients, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("keys", NEAREST)
 @pytest.mark.usefixtures("double")
 def test_a_new_client_trains_towards_the_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *keys, "data.unseen_clients=0.3", "train.unseen_epochs=2", "train.rounds=1")
