@@ -11,6 +11,7 @@ from by_hand import (
     batches_of,
     mean_by_samples,
     network_with,
+    predicted,
     torchs_optimiser,
     train_by_torch,
 )
@@ -95,12 +96,9 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     if "buffers" in run.server:
         assert_close(run.server["buffers"], twin.buffers)
     assert run.clients["offset"].abs().max() > 1e-3
-    evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        group = ClientGroup(run.workplace, range(4), 3)
-        ours = run.method.predict(group, evaluated, client, x)
-        assert_close(ours, twin.probabilities(client, x))
+        assert_close(predicted(run, client, x), twin.probabilities(client, x))
 
 
 @pytest.mark.usefixtures("double")

@@ -41,6 +41,7 @@ from by_hand import (
     batches_of,
     discriminant_head,
     give_one_class_each,
+    models_of,
     network_with,
     train_by_torch,
     work,
@@ -135,8 +136,7 @@ def adapted(run: Run) -> State:
     networks = [network_with(run, run.server["theta"], run.server["buffers"]) for _ in range(N)]
     for client, network in enumerate(networks):
         train_by_torch(run, client, ROUNDS, network, purpose="finetune", epochs=1)
-    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
-    return {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+    return models_of(run, networks)
 
 
 def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -337,19 +337,15 @@ def under_discriminant_heads(run: Run) -> State:
 
 def aligned(run: Run) -> State:
     """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
-    theta, statistics = [], []
-    for client in range(N):
-        start = torch.cat([run.server["theta"][BODY], run.clients["head"][client]])
-        network = network_with(run, start, run.server["buffers"])
+    starts = torch.cat([run.server["theta"][BODY].expand(N, -1), run.clients["head"]], dim=1)
+    networks = [network_with(run, start, run.server["buffers"]) for start in starts]
+    for client, network in enumerate(networks):
         optimiser = torch.optim.SGD(network.body.parameters(), 0.01 * 0.9**ROUNDS, momentum=0.5)
         for x, y in batches_of(run, client, ROUNDS, "alignment", epochs=1):
             network.zero_grad()
             mse_loss(network.body(x), run.clients["prototypes"][client, y]).backward()
             optimiser.step()
-        model, buffers = run.method.layout.flatten(network)
-        theta.append(model)
-        statistics.append(buffers)
-    return {"theta": torch.stack(theta), "buffers": torch.stack(statistics)}
+    return models_of(run, networks)
 
 
 def own_body_under_the_newest_head(run: Run) -> State:

@@ -117,6 +117,11 @@ def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> No
     assert list(same_size_groups([0, 0])) == []
 
 
+def rows_of(batch: Batch) -> list[int]:
+    """Return which of five clients a batch is for."""
+    return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
+
+
 OF_SIZES = {
     "even": [[4, 3, 3, 3], [4, 4, 3], [4, 4], [3], [2]],
     "drop": [[4, 4, 4], [4, 4], [4, 4], [3], [2]],
@@ -131,8 +136,7 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
     place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
     for batch in ClientGroup(place, range(5), round=2).batches("batches", epochs=2):
-        rows = range(5) if isinstance(batch.members, slice) else batch.members.tolist()
-        for position, client in enumerate(rows):
+        for position, client in enumerate(rows_of(batch)):
             x, y = place.shard.samples("train", client)
             assert torch.equal(batch.x[position], x[batch.index[position]])
             assert torch.equal(batch.y[position], y[batch.index[position]])
@@ -144,11 +148,6 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
         used = sum(OF_SIZES[kind][client])
         epochs = [torch.randperm(size, generator=stream)[:used] for _ in range(2)]
         assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
-
-
-def rows_of(batch: Batch) -> list[int]:
-    """Return which of five clients a batch is for."""
-    return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
 
 
 @pytest.mark.parametrize("batched", [False, True])
