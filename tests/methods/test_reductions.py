@@ -1,4 +1,4 @@
-"""Settings that make a method FedAvg or local training, to the bit."""
+"""Settings that make a method FedAvg or local training, to the bit or, in float64, but for rounding."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ NEXT_AS_FEDAVG: Table = [
     # one cluster, of equal clients
     (("model.batchnorm=true", "train.participation=0.5"), ["clustered_fl eps_1=0 eps_2=0 first_round=0"]),
 ]
+"""Likewise in float64, so with keys that no other table has: these methods send FedAvg's model next."""
 AS_LOCAL: Table = [
     (ALONE, ["fedcac", "pfedgraph pull=0", "fedamp pull=0", "fedamp pull=0 weights=cosine"]),
     ((*ALONE, "model.batchnorm=true"), ["pfedsim warm_up=0"]),
