@@ -74,6 +74,25 @@ def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:
     return network
 
 
+def models_of(run: Run, networks: Sequence[Network]) -> State:
+    """Return the weights [N, P] and running statistics [N, U] of networks."""
+    ends = zip(*map(run.method.layout.flatten, networks), strict=True)
+    return dict(zip(("theta", "buffers"), map(torch.stack, ends), strict=True))
+
+
+def predicted(run: Run, client: int, x: Tensor) -> Tensor:
+    """Return the class probabilities [n, K] of samples by a client's evaluated model."""
+    group = ClientGroup(run.workplace, range(run.num_clients), run.config.train.rounds)
+    found: Tensor = run.method.predict(group, run.evaluated(), client, x)
+    return found
+
+
+def class_counts(run: Run) -> Tensor:
+    """Return how many training samples of each class each client has, [N, K]."""
+    labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
+    return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
+
+
 def batches_of(
     run: Run, client: int, round: int, purpose: str = "batches", epochs: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -190,7 +209,12 @@ def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
     cohort = cohort_of(run.method, [client], round)
     clients = ClientGroup(run.workplace, [client], round)
     channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    return run.driver.train(clients, channel.down(run.driver.download(run.server, cohort), cohort)), clients
+    down = channel.down(run.driver.download(run.server, cohort), cohort)
+    if run.driver.needs_request(round):
+        asked = run.driver.client_request(clients, down)
+        answer = run.driver.server_response(run.server, cohort, asked.per_client)
+        down = down | asked | channel.down(answer, cohort)
+    return run.driver.train(clients, down), clients
 
 
 def step_size(run: Run, round: int) -> float:

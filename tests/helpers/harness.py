@@ -52,6 +52,9 @@ UNEQUAL = (
 UNEQUAL_FEW = (*UNEQUAL, "data.subset_per_class=10")
 """The same of fewer samples."""
 
+MLP = ("model.name=mlp", "model.hidden=[16]")
+"""A network that is trained in no time."""
+
 
 class Run:
     """A finished serial run of `SMALL` with some keys changed; `kind` stands in for the method's class.

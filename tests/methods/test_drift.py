@@ -14,6 +14,7 @@ from by_hand import (
     Loss,
     assert_close,
     batches_of,
+    class_counts,
     mean_by_samples,
     method_of,
     network_with,
@@ -21,7 +22,7 @@ from by_hand import (
     train_cohort,
     work,
 )
-from harness import Run
+from harness import MLP, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
@@ -34,15 +35,6 @@ from hpcfl.methods.moon import Moon
 from hpcfl.methods.scaffold import Scaffold
 from hpcfl.models import Network
 from hpcfl.training.losses import distillation_loss
-
-MLP = ("model.name=mlp", "model.hidden=[16]")
-
-
-def counts_of(run: Run) -> Tensor:
-    """Return how many training samples of each class each client has."""
-    labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
-    return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
-
 
 # FedAvg's rounds with another loss: FedProx, FedNTD and FedLC
 
@@ -77,7 +69,7 @@ def with_distillation(run: Run, client: int, received: Network) -> Loss:
 
 
 def with_margins(run: Run, client: int, received: Network) -> Loss:
-    counts, tau = counts_of(run)[client].tolist(), run.config.method.options.tau
+    counts, tau = class_counts(run)[client].tolist(), run.config.method.options.tau
     held = [c for c in range(10) if counts[c]]
 
     def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
@@ -110,7 +102,7 @@ def test_rounds_equal_a_slow_twin_with_its_loss(
 ) -> None:
     run = Run(*SOME, *keys)
     # FedLC knows clients without samples of a class
-    assert (counts_of(run) == 0).any() or loss_of is not with_margins
+    assert (class_counts(run) == 0).any() or loss_of is not with_margins
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):
         received = network_with(run, theta, buffers)
@@ -149,7 +141,7 @@ def test_margins_worked_out() -> None:
 def test_weights_of_a_class_that_nobody_of_the_round_has_stay() -> None:
     run = Run(*MLP, "method.name=fedlc", "train.rounds=1", "train.participation=0.25")
     (client,) = run.simulation.cohort(0).clients
-    absent = counts_of(run)[client] == 0
+    absent = class_counts(run)[client] == 0
     assert 0 < absent.sum() < 10
     start = network_with(run, run.method.context.initial_parameters(), torch.empty(0)).head
     end = network_with(run, run.server["theta"], torch.empty(0)).head

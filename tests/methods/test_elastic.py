@@ -1,4 +1,4 @@
-"""Elastic aggregation: sensitivities and factors, rounds by hand, and what it reduces to."""
+"""Elastic aggregation: sensitivities and factors, and rounds by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from by_hand import (
     train_cohort,
     work,
 )
-from harness import Run
+from harness import MLP, Run
 from torch import Tensor
 from uploads import upload_of
 
@@ -23,7 +23,6 @@ from hpcfl.communication.messages import Cohort
 from hpcfl.methods.elastic import Elastic
 
 ELASTIC = "method.name=elastic"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 ONE_A_ROUND = "train.participation=0.25"
 
 

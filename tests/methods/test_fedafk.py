@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import assert_close, batches_of, work
-from harness import UNEQUAL_FEW, Run
+from by_hand import assert_close, batches_of, models_of, work
+from harness import MLP, UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,6 @@ from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.samples import SampleType
 
 OURS = "method.name=fedafk"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 def fixed_head(run: Run) -> Tensor:
@@ -196,13 +195,9 @@ def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
     twin = SlowTwin(run)
     for number in range(2):
         twin.round(number)
-    layout = run.method.layout
     shared = parameters_to_vector(twin.shared.parameters()).detach()
     assert_close(run.server["theta"], shared)
-    ends = [layout.flatten(network) for network in twin.local]
-    evaluated = run.evaluated()
-    assert_close(evaluated["theta"], torch.stack([end[0] for end in ends]))
-    assert_close(evaluated["buffers"], torch.stack([end[1] for end in ends]))
+    assert_close(run.evaluated(), models_of(run, twin.local))
     assert_close(run.clients["coefficient"], torch.stack(twin.coefficient))
     if run.config.method.options.mixing:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import assert_close, batches_of, gradient, loss, method_of, step_size, work
-from harness import UNEQUAL_FEW, Run, random
+from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor
 from uploads import GivenUpload
 
@@ -32,7 +32,6 @@ from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 
 FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 SOME = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 """Two of four clients in a round, all of them unequal, and smaller steps each round."""
 
@@ -187,13 +186,6 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     models.fill_(torch.inf)
     assert torch.equal(method.server_diagnostics(server)["attention"], torch.eye(4))
     assert torch.equal(MethodAdapter(method).download(server, cohort)["theta"], models[[0, 2, 3]])
-
-
-def test_a_lone_client_of_fedamp_trains_alone() -> None:
-    local = Run("method.name=local", *ALONE).evaluated()["theta"]
-    for weights in ("distance", "cosine"):
-        run = Run(FEDAMP, *ALONE, f"method.weights={weights}", "method.pull=0")
-        assert torch.equal(run.evaluated()["theta"], local)
 
 
 # FedFomo's held-out samples

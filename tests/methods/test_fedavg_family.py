@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import assert_close, method_of, network_with, train_by_torch
+from by_hand import assert_close, method_of, models_of, network_with, train_by_torch
 from harness import Run
 from uploads import GivenUpload
 
@@ -55,8 +55,7 @@ def test_local_clients_train_alone_when_sampled_and_send_nothing() -> None:
     for number in range(3):
         for client in run.simulation.cohort(number).clients:
             train_by_torch(run, client, number, networks[client])
-    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
-    expected = {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+    expected = models_of(run, networks)
     assert_close(run.clients, expected)
     assert_close(run.evaluated(), expected)
     assert run.server == {}

@@ -1,4 +1,4 @@
-"""FedCAC: critical numbers, who collaborates, rounds by hand, and what it reduces to."""
+"""FedCAC: critical numbers, who collaborates, and rounds by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from by_hand import assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
-from harness import UNEQUAL_FEW, Run, random
+from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort
@@ -16,7 +16,6 @@ from hpcfl.methods.fedcac import FedCAC, collaborators, critical_numbers, overla
 from hpcfl.parameters import Slot
 
 FEDCAC = "method.name=fedcac"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 TWO_TENSORS = (Slot("a", (4,), 0, 4, "layer"), Slot("b", (3,), 4, 7, "layer"))
 
 
@@ -151,16 +150,6 @@ def test_rounds_by_hand(keys: tuple[str, ...]) -> None:
     for client, places in critical.items():
         bits = unpacked(run.server["critical"][[client]])[0]
         assert bits.nonzero().flatten().tolist() == sorted(places)
-
-
-@pytest.mark.usefixtures("double")
-def test_without_critical_numbers_all_start_from_fedavgs_model() -> None:
-    keys = (*MLP, *UNEQUAL_FEW, "train.momentum=0.5")
-    run, fedavg = Run(FEDCAC, *keys, "method.share=0"), Run(*keys, "method.name=fedavg")
-    everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
-    assert_close(
-        run.driver.download(run.server, everyone)["theta"], fedavg.server["theta"].expand(4, -1), atol=1e-12
-    )
 
 
 @pytest.mark.parametrize("clients", [(0, 2), (1, 3)])

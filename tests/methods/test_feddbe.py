@@ -1,4 +1,4 @@
-"""FedDBE: against rounds with torch's own modules and optimiser, and what it is in special cases."""
+"""FedDBE: against rounds with torch's own modules and optimiser."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from by_hand import (
     batches_of,
     mean_by_samples,
     network_with,
+    predicted,
     torchs_optimiser,
     train_by_torch,
 )
@@ -95,20 +96,9 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     if "buffers" in run.server:
         assert_close(run.server["buffers"], twin.buffers)
     assert run.clients["offset"].abs().max() > 1e-3
-    evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        group = ClientGroup(run.workplace, range(4), 3)
-        ours = run.method.predict(group, evaluated, client, x)
-        assert_close(ours, twin.probabilities(client, x))
-
-
-def test_its_first_round_is_fedavgs_to_the_bit() -> None:
-    fedavg, run = (Run(*SOME, f"method.name={name}", "train.rounds=1") for name in ("fedavg", "feddbe"))
-    assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
-    assert torch.equal(run.evaluated()["theta"], fedavg.evaluated()["theta"])
-    assert not run.clients["offset"].any()
-    assert run.server["has_consensus"] == 1
+        assert_close(predicted(run, client, x), twin.probabilities(client, x))
 
 
 @pytest.mark.usefixtures("double")

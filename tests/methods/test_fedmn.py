@@ -12,13 +12,12 @@ import h5py
 import pytest
 import torch
 from bits import logits_by_network, raw_tests, run_here
-from by_hand import assert_close, paths_by_hand, torchs_optimiser
+from by_hand import assert_close, paths_by_hand, torchs_optimiser, work
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
 
-from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import BAD_INPUT, FINISHED
@@ -89,19 +88,6 @@ def active_names(method: FedMN, decision: Sequence[int]) -> list[str]:
     """Return the encoders and the blocks that get an input under a decision."""
     names = [f"encoder{k + 1}" for k in range(method.params.architecture[0])]
     return names + paths_by_hand(method.network, torch.zeros(2, 1, 8, 8), decision)[1]
-
-
-def upload(run: Run, client: int, round: int = 0) -> Tensor:
-    """Train one client from the run's server; return its upload [P]."""
-    driver = run.driver
-    cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
-    channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    down = channel.down(driver.download(run.server, cohort), cohort)
-    group = ClientGroup(run.workplace, [client], round)
-    asked = driver.client_request(group, down)
-    sent = channel.down(driver.server_response(run.server, cohort, asked.per_client), cohort)
-    theta: Tensor = driver.train(group, down | sent).per_client["theta"][0]
-    return theta
 
 
 # T13: one path everywhere
@@ -216,7 +202,7 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     run = Run(*NARROW, f"method.routing={routing}", *keys)
     run.server = run.method.server_state()
     client, round = 2, 1
-    trained = upload(run, client, round)
+    trained = work(run, client, round)[0].per_client["theta"][0]
 
     network = network_with(run.method, run.server["theta"])
     (batch,) = ClientGroup(run.workplace, [client], round).batches()
@@ -253,7 +239,7 @@ def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
     run = Run(*NARROW, *keys)
     start = run.server = run.method.server_state()
     client = 2
-    trained = upload(run, client)
+    trained = work(run, client)[0].per_client["theta"][0]
 
     (batch,) = ClientGroup(run.workplace, [client], 0).batches()
     x, y, network = batch.x[0], batch.y[0], network_with(run.method, start["theta"])

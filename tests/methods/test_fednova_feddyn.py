@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from by_hand import ADAM, SOME, Loss, assert_close, cohort_of, mean_by_samples, method_of, train_cohort
-from harness import UNEQUAL_FEW, Run
+from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
@@ -15,8 +15,6 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.feddyn import FedDyn
 from hpcfl.methods.fednova import FedNova, sum_of_factors
 from hpcfl.models import Network
-
-MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 def steps_of(run: Run, client: int) -> int:
@@ -62,15 +60,6 @@ def test_rounds_of_fednova_equal_a_slow_twin() -> None:
     assert_close(run.server["theta"], theta)
     assert_close(run.server["buffers"], buffers)
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
-
-
-@pytest.mark.parametrize(
-    "keys", [("train.momentum=0.9",), (*UNEQUAL_FEW, "train.participation=0.25")], ids=["equal", "alone"]
-)
-@pytest.mark.usefixtures("double")
-def test_clients_with_as_many_steps_make_fednova_fedavg(keys: tuple[str, ...]) -> None:
-    ours, fedavg = (Run(*MLP, *keys, f"method.name={name}") for name in ("fednova", "fedavg"))
-    assert_close(ours.server["theta"], fedavg.server["theta"], atol=1e-12)
 
 
 def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:

@@ -16,7 +16,9 @@ from by_hand import (
     adapted_by_head_alone,
     assert_close,
     batches_of,
+    class_counts,
     mean_by_samples,
+    predicted,
     torchs_optimiser,
 )
 from harness import UNEQUAL_FEW, Run
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from hpcfl.randomness import stream_seed
-from hpcfl.training.client_group import ClientGroup
 
 GPFL, FEDCP = "method.name=gpfl", "method.name=fedcp"
 FEATURES, HEAD = 64, 650
@@ -91,8 +92,8 @@ class Guided(OfClient):
         return torch.relu((self.gamma(condition) + 1) * features + self.beta(condition))
 
     def shares_of(self, client: int) -> Tensor:
-        _, y = self.run.workplace.shard.samples("train", client)
-        return torch.tensor([float((y == number).sum()) for number in range(10)]) / len(y)
+        counts = class_counts(self.run)[client]
+        return counts / counts.sum()
 
     def work(self, client: int, number: int) -> None:
         params = self.run.config.method.options
@@ -238,13 +239,11 @@ def test_rounds_equal_a_slow_twin(kind: type[OfClient], keys: tuple[str, ...]) -
         buffers = mean_by_samples(run, clients, torch.stack([model.buffers_of() for model in models]))
     assert_close(run.server["theta"], theta)
     assert_close(run.clients["head"], heads)
-    evaluated, group = run.evaluated(), ClientGroup(run.workplace, range(4), 3)
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
         with torch.no_grad():
             expected = of_client(client).eval().logits_of(client, x).softmax(dim=1)
-        ours = run.method.predict(group, evaluated, client, x)
-        assert_close(ours, expected)
+        assert_close(predicted(run, client, x), expected)
 
 
 @pytest.mark.parametrize("method", [GPFL, FEDCP])

@@ -6,20 +6,12 @@ import math
 
 import pytest
 import torch
-from by_hand import assert_close, network_with
+from by_hand import assert_close, network_with, predicted
 from harness import UNEQUAL_FEW, Run
-from torch import Tensor
 
 from hpcfl.models.neighbours import neighbour_probabilities
-from hpcfl.training.client_group import ClientGroup
 
 KNN_PER = "method.name=knn_per"
-
-
-def probabilities(run: Run, client: int, x: Tensor) -> Tensor:
-    group = ClientGroup(run.workplace, range(run.num_clients), run.config.train.rounds)
-    found: Tensor = run.method.predict(group, run.evaluated(), client, x)
-    return found
 
 
 def test_neighbours_vote_by_their_distances() -> None:
@@ -49,7 +41,7 @@ def test_predictions_by_hand() -> None:
         x, _ = run.workplace.shard.samples("test", client)
         with torch.no_grad():
             store, features, by_model = network.body(known), network.body(x), network(x).softmax(dim=1)
-        found = probabilities(run, client, x)
+        found = predicted(run, client, x)
         for sample, feature in enumerate(features):
             squares = ((store - feature) ** 2).sum(dim=1)
             nearest = squares.argsort()[:4].tolist()
@@ -60,29 +52,19 @@ def test_predictions_by_hand() -> None:
             assert_close(found[sample], expected)
 
 
-def test_training_and_traffic_are_fedavgs() -> None:
-    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5")
-    fedavg, run = Run(*keys, "method.name=fedavg"), Run(*keys, KNN_PER)
-    torch.testing.assert_close(run.server, fedavg.server, rtol=0, atol=0)
-    assert torch.equal(run.bytes_by_client, fedavg.bytes_by_client)
-    assert run.clients == {}
-
-
 def test_without_neighbours_it_is_fedavg_and_without_the_model_it_is_the_neighbours_alone() -> None:
     fedavg = Run(*UNEQUAL_FEW, "method.name=fedavg")
     none, alone = (Run(*UNEQUAL_FEW, KNN_PER, f"method.weight={weight}") for weight in (0, 1))
     for client in range(4):
         x, y = none.workplace.shard.samples("train", client)
-        group = ClientGroup(fedavg.workplace, range(4), 3)
-        expected = fedavg.method.predict(group, fedavg.evaluated(), client, x)
-        torch.testing.assert_close(probabilities(none, client, x), expected)
+        torch.testing.assert_close(predicted(none, client, x), predicted(fedavg, client, x))
         # a class that no sample of the client has gets no vote
         absent = y.bincount(minlength=10) == 0
         assert absent.any()
-        assert (probabilities(alone, client, x)[:, absent] < 1e-30).all()
+        assert (predicted(alone, client, x)[:, absent] < 1e-30).all()
         # one neighbour is the sample itself
         alone.method.params = alone.method.params.model_copy(update={"neighbours": 1})
-        assert torch.equal(probabilities(alone, client, x).argmax(dim=1), y)
+        assert torch.equal(predicted(alone, client, x).argmax(dim=1), y)
         alone.method.params = alone.method.params.model_copy(update={"neighbours": 10})
 
 
@@ -94,7 +76,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
         losses = []
         for tenth in range(11):
             run.method.params = run.method.params.model_copy(update={"weight": tenth / 10})
-            chosen = probabilities(run, client, x).gather(1, y.unsqueeze(1))
+            chosen = predicted(run, client, x).gather(1, y.unsqueeze(1))
             losses.append(-chosen.log().mean().item())
         run.method.params = run.method.params.model_copy(update={"weight": None})
         assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
@@ -117,9 +99,9 @@ def test_clients_with_one_sample_and_with_one_class() -> None:
     # all neighbours are of the class
     assert evaluated["weight"][1] == 1
     x, _ = shard.samples("test", 1)
-    found = probabilities(run, 1, x)
+    found = predicted(run, 1, x)
     assert (found.argmax(dim=1) == 3).all()
-    assert probabilities(run, 2, x).isfinite().all()
+    assert predicted(run, 2, x).isfinite().all()
 
 
 def test_unseen_clients_make_their_store_without_a_step() -> None:

@@ -41,6 +41,7 @@ from by_hand import (
     batches_of,
     discriminant_head,
     give_one_class_each,
+    models_of,
     network_with,
     train_by_torch,
     work,
@@ -53,14 +54,13 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods import METHODS
+from hpcfl.methods import METHODS, Method
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedem import FedEM
 from hpcfl.methods.local import Local
 from hpcfl.methods.pfedla import PFedLA
-from hpcfl.parameters import Tensors
 from hpcfl.results.run import load_run
 from hpcfl.training.client_group import ClientGroup
 
@@ -136,8 +136,7 @@ def adapted(run: Run) -> State:
     networks = [network_with(run, run.server["theta"], run.server["buffers"]) for _ in range(N)]
     for client, network in enumerate(networks):
         train_by_torch(run, client, ROUNDS, network, purpose="finetune", epochs=1)
-    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
-    return {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+    return models_of(run, networks)
 
 
 def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -338,19 +337,15 @@ def under_discriminant_heads(run: Run) -> State:
 
 def aligned(run: Run) -> State:
     """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
-    theta, statistics = [], []
-    for client in range(N):
-        start = torch.cat([run.server["theta"][BODY], run.clients["head"][client]])
-        network = network_with(run, start, run.server["buffers"])
+    starts = torch.cat([run.server["theta"][BODY].expand(N, -1), run.clients["head"]], dim=1)
+    networks = [network_with(run, start, run.server["buffers"]) for start in starts]
+    for client, network in enumerate(networks):
         optimiser = torch.optim.SGD(network.body.parameters(), 0.01 * 0.9**ROUNDS, momentum=0.5)
         for x, y in batches_of(run, client, ROUNDS, "alignment", epochs=1):
             network.zero_grad()
             mse_loss(network.body(x), run.clients["prototypes"][client, y]).backward()
             optimiser.step()
-        model, buffers = run.method.layout.flatten(network)
-        theta.append(model)
-        statistics.append(buffers)
-    return {"theta": torch.stack(theta), "buffers": torch.stack(statistics)}
+    return models_of(run, networks)
 
 
 def own_body_under_the_newest_head(run: Run) -> State:
@@ -523,6 +518,9 @@ def test_one_class_alone_and_classes_that_nobody_holds_keep_all_finite(method: s
 # Methods of others, written without care
 
 
+ALPHA = Diagnostic("alpha", ("client",), "", "")
+
+
 class Careless(FedAvg):
     """Evaluates models of each client's own, and says nothing else about it."""
 
@@ -627,83 +625,50 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
         Run("method.name=fedavg", kind=kind)
 
 
-def test_a_class_whose_hooks_contradict_each_other_cannot_be_made() -> None:
-    with pytest.raises(
-        TypeError, match=r"predicts_by=network needs neither predict nor as_module of its own"
-    ):
+@pytest.mark.parametrize(
+    ("base", "member", "value", "said"),
+    [
+        (FedAvg, "as_module", nn.Linear, "predicts_by=network needs neither predict nor as_module of its"),
+        (FedEM, "predict", FedAvg.predict, "predicts_by=module needs both predict and as_module, from the"),
+        (FedAvg, "traits", FedAvg.traits.replace(predicts_by="rule"), "predicts_by=rule needs predict of"),
+        (FedAvg, "trian", FedAvg.train, r"Mistaken\.trian is not a hook; did you mean train\? If not, name"),
+        (FedAvg, "diagnostic", (), r"Mistaken\.diagnostic is not a hook; did you mean diagnostics\?"),
+        (FedAvg, "welcome", FedAvg.train, r"welcome is not a hook; did you mean new_client_download\?"),
+        (
+            FedAvg,
+            "needs_body",
+            True,
+            r"Mistaken\.needs_body is not a hook; did you mean traits\.needs_body\?",
+        ),
+        (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
+    ],
+)
+def test_a_class_whose_hooks_contradict_each_other_cannot_be_made(
+    base: type[Method], member: str, value: object, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        type("Mistaken", (base,), {member: value})
 
-        class Alone(FedAvg):
-            def as_module(self, model: Tensors) -> nn.Module:
-                return nn.Linear(1, 1)
 
-    with pytest.raises(
-        TypeError, match=r"predicts_by=module needs both predict and as_module, from the same"
-    ):
-
-        class Half(FedEM):
-            predict = FedAvg.predict
-
-    with pytest.raises(TypeError, match=r"predicts_by=rule needs predict of its own"):
-
-        class NoRule(FedAvg):
-            traits = FedAvg.traits.replace(predicts_by="rule")
-
-    with pytest.raises(TypeError, match=r"Misspelt\.trian is not a hook; did you mean train\? If not, name"):
-
-        class Misspelt(FedAvg):
-            def trian(self) -> None: ...
-
-    with pytest.raises(TypeError, match=r"Attribute\.diagnostic is not a hook; did you mean diagnostics\?"):
-
-        class Attribute(FedAvg):
-            diagnostic = ()
-
-    with pytest.raises(TypeError, match=r"Old\.welcome is not a hook; did you mean new_client_download\?"):
-
-        class Old(FedAvg):
-            def welcome(self) -> None: ...
-
-    with pytest.raises(
-        TypeError, match=r"Older\.needs_body is not a hook; did you mean traits\.needs_body\?"
-    ):
-
-        class Older(FedAvg):
-            needs_body = True
-
-    one = Diagnostic("alpha", ("client",), "", "")
-    with pytest.raises(TypeError, match="two diagnostics of one name: alpha, alpha"):
-
-        class Twice(FedAvg):
-            diagnostics = (one, one)
-
+def test_a_diagnostic_is_of_clients_first() -> None:
     with pytest.raises(ValueError, match="must be 'client'"):
         Diagnostic("alpha", ("layer", "client"), "", "")
 
 
-def test_an_evaluation_cannot_write_the_state_of_clients() -> None:
-    class Writes(Local):
-        def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-            clients["theta"] = clients["theta"] + 1
-            return super().eval_model(clients, down)
+@pytest.mark.parametrize(
+    ("hook", "key", "said"),
+    [
+        ("eval_model", "train.finetune_epochs=0", "cannot be written here"),
+        ("finetune", "train.finetune_epochs=1", "cannot be written here"),
+        ("new_client_model", "data.unseen_clients=0.5", r"inside `clients\.temporary_state\(\)`"),
+    ],
+)
+def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, said: str) -> None:
+    def write(self: Local, clients: ClientGroup, *_: object) -> None:
+        clients["theta"] = clients["theta"] + 1
 
-    with pytest.raises(TypeError, match="cannot be written here"):
-        Run("method.name=local", "train.rounds=1", kind=Writes)
-
-    class WritesTuned(Local):
-        def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-            clients["theta"] = clients["theta"] + 1
-            return super().finetune(clients, down, epochs)
-
-    with pytest.raises(TypeError, match="cannot be written here"):
-        Run("method.name=local", "train.rounds=1", "train.finetune_epochs=1", kind=WritesTuned)
-
-    class WritesNew(Local):
-        def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-            clients["theta"] = clients["theta"] + 1
-            return super().new_client_model(clients, down)
-
-    with pytest.raises(TypeError, match=r"inside `clients\.temporary_state\(\)`"):
-        Run("method.name=local", "train.rounds=1", "data.unseen_clients=0.5", kind=WritesNew)
+    with pytest.raises(TypeError, match=said):
+        Run("method.name=local", "train.rounds=1", key, kind=type("Writes", (Local,), {hook: write}))
 
 
 def test_an_upload_without_a_model_says_what_is_missing() -> None:

@@ -15,8 +15,11 @@ from by_hand import (
     SOME,
     assert_close,
     batches_of,
+    class_counts,
     mean_by_samples,
+    models_of,
     network_with,
+    predicted,
     torchs_optimiser,
     train_by_torch,
     work,
@@ -27,9 +30,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.training.client_group import ClientGroup
 
-ROUNDS = 3
 HEAD = 650
 
 Names = Callable[[str], bool]
@@ -145,22 +146,13 @@ def test_fedrep_whose_head_has_all_epochs_is_refused() -> None:
 def test_fedbabu_tunes_what_it_is_told_to(finetune: str, part: str) -> None:
     keys = (f"method.finetune={finetune}", "train.finetune_epochs=2", "train.rounds=1")
     run = Run(*SOME, *SLIPPERY, "method.name=fedbabu", *keys)
-    tuned = run.evaluated()
-    for client in range(4):
-        network = network_with(run, run.server["theta"], run.server["buffers"])
+    networks = [network_with(run, run.server["theta"], run.server["buffers"]) for _ in range(4)]
+    for client, network in enumerate(networks):
         train_by_torch(run, client, 1, network, part=part, purpose="finetune", epochs=2)
-        theta, buffers = run.method.layout.flatten(network)
-        found = {name: rows[client] for name, rows in tuned.items()}
-        assert_close(found, {"theta": theta, "buffers": buffers})
+    assert_close(run.evaluated(), models_of(run, networks))
 
 
 # FedRoD
-
-
-def counts_of(run: Run, client: int) -> Tensor:
-    """Return a client's training samples by class, [K]."""
-    labels = run.workplace.shard.samples("train", client)[1].tolist()
-    return torch.tensor([float(labels.count(number)) for number in range(10)])
 
 
 def loaded(module: nn.Module, flat: Tensor) -> nn.Module:
@@ -190,7 +182,7 @@ class FedRoDTwin:
         if self.psi is None:
             logits: Tensor = module(features)
             return logits
-        counts = counts_of(self.run, client)
+        counts = class_counts(self.run)[client]
         head = module(counts / counts.sum())
         return linear(features, head[:640].view(10, 64), head[640:])
 
@@ -199,7 +191,7 @@ class FedRoDTwin:
         ends = []
         for client in clients:
             network = network_with(self.run, self.theta, self.buffers)
-            personal, counts = self.personal(client), counts_of(self.run, client)
+            personal, counts = self.personal(client), class_counts(self.run)[client]
             generic_sgd = torchs_optimiser(self.run, list(network.parameters()), number)
             personal_sgd = torchs_optimiser(self.run, list(personal.parameters()), number)
             for x, y in batches_of(self.run, client, number):
@@ -244,18 +236,16 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     clients = {"head": torch.stack(twin.heads)} if twin.psi is None else {}
     server |= {} if twin.psi is None else {"hypernetwork": twin.psi}
     assert_close((run.server, run.clients), (server, clients))
-    evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        ours = run.method.predict(ClientGroup(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
-        assert_close(ours, twin.probabilities(client, x))
+        assert_close(predicted(run, client, x), twin.probabilities(client, x))
 
 
 def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:
     run = Run("method.name=fedrod")
     assert all(tensor.isfinite().all() for tensor in (*run.server.values(), *run.clients.values()))
     for client in range(4):
-        absent = (counts_of(run, client) == 0).nonzero().flatten().tolist()
+        absent = (class_counts(run)[client] == 0).nonzero().flatten().tolist()
         assert 0 < len(absent) < 10
         trained = work(run, client)[0].per_client["theta"][0]
         before, after = (

@@ -1,4 +1,4 @@
-"""Methods whose clients keep a model of their own: Ditto, APFL, pFedMe and FedPHP, and what is common to all.
+"""Methods whose clients keep a model of their own: Ditto, APFL, pFedMe and FedPHP.
 
 Twins in plain torch go through whole rounds in float64.
 """
@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 from by_hand import (
-    SLIPPERY,
     assert_close,
     batches_of,
     gradient,
@@ -22,7 +21,7 @@ from by_hand import (
     torchs_optimiser,
     work,
 )
-from harness import UNEQUAL_FEW, Run, random
+from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -35,32 +34,8 @@ from hpcfl.training.losses import discrepancy
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN = 13_706
-MLP = ("model.name=mlp", "model.hidden=[16]")
 SOME = (*UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 """Two of four clients in a round, all of them unequal, and smaller steps each round."""
-
-STATISTICS = (*SOME, "model.batchnorm=true", "train.buffers=local", *SLIPPERY)
-
-
-# What is common to all
-
-
-@pytest.mark.parametrize(
-    ("own", "keys"),
-    [
-        ("theta", (DITTO, "method.pull=0")),
-        ("own", (APFL, "method.alpha=1", "method.alpha_lr=0")),
-        (None, (FEDPHP, "method.transfer=0")),
-    ],
-)
-def test_without_a_tie_w_is_fedavg_and_v_is_local_to_the_bit(own: str | None, keys: tuple[str, ...]) -> None:
-    """FedPHP's own models inherit from what was trained in the round."""
-    run = Run(*STATISTICS, *keys)
-    local, fedavg = (Run(*STATISTICS, f"method.name={name}") for name in ("local", "fedavg"))
-    assert torch.equal(run.server["theta"], fedavg.server["theta"])
-    if own is not None:
-        assert torch.equal(run.clients[own], local.clients["theta"])
-        torch.testing.assert_close(run.evaluated(), local.evaluated(), rtol=0, atol=0)
 
 
 # Ditto

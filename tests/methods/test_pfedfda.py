@@ -113,22 +113,20 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     assert torch.equal(sigma, torch.eye(len(sigma)))
     for number in range(3):
         clients = list(run.simulation.cohort(number).clients)
-        models, statistics, adapted = [], [], []
+        ends = []
         for client in clients:
             _, y = run.workplace.shard.samples("train", client)
             weights, biases = discriminant_head(mu, sigma, y)
             begin = torch.cat([theta[layout.body], weights.flatten(), biases])
             network = network_with(run, begin, buffers)
             train_by_torch(run, client, number, network, part="body.")
-            model, kept = layout.flatten(network)
-            assert torch.equal(model[layout.head], begin[layout.head])
-            models.append(model)
-            statistics.append(kept)
-            adapted.append(adapted_gaussians(run, client, number, network, mu, sigma))
-        mean = mean_by_samples(run, clients, torch.stack(models))
+            ends.append(
+                (*layout.flatten(network), *adapted_gaussians(run, client, number, network, mu, sigma))
+            )
+        mean, buffers, mu, sigma = (
+            mean_by_samples(run, clients, torch.stack(rows)) for rows in zip(*ends, strict=True)
+        )
         theta = torch.cat([mean[layout.body], theta[layout.head]])
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
-        mu, sigma = (mean_by_samples(run, clients, torch.stack(rows)) for rows in zip(*adapted, strict=True))
     expected = {"theta": theta, "means": mu, "covariance": sigma}
     assert_close(run.server, expected | ({"buffers": buffers} if "buffers" in run.server else {}))
 

@@ -1,4 +1,4 @@
-"""pFedGraph: the graph's weights, rounds by hand, and what it reduces to."""
+"""pFedGraph: the graph's weights, and rounds by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from by_hand import assert_close, batches_of, loss, method_of, step_size
-from harness import UNEQUAL_FEW, Run, random
+from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
 
 from hpcfl.communication.messages import Cohort
@@ -15,7 +15,6 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedgraph import PFedGraph, cosine_gradient
 
 PFEDGRAPH = "method.name=pfedgraph"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 # The graph
@@ -133,12 +132,3 @@ def test_rounds_by_hand(keys: tuple[str, ...]) -> None:
         known = sorted({*known, *clients})
     assert_close(run.server["models"], models)
     assert_close(run.evaluated()["theta"], models)
-
-
-@pytest.mark.usefixtures("double")
-def test_with_a_large_alpha_all_start_from_fedavgs_model() -> None:
-    keys = (*MLP, *UNEQUAL_FEW, "train.momentum=0.5")
-    run = Run(PFEDGRAPH, *keys, "method.alpha=1e12", "method.pull=0")
-    everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
-    fedavg = Run(*keys, "method.name=fedavg").server["theta"]
-    assert_close(run.driver.download(run.server, everyone)["theta"], fedavg.expand(4, -1))

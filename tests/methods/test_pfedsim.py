@@ -1,4 +1,4 @@
-"""pFedSim: weights, rounds by hand in both phases, and what it reduces to."""
+"""pFedSim: weights, and rounds by hand in both phases."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import SOME, assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
-from harness import UNEQUAL_FEW, Run, random
+from by_hand import assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
+from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
 
 from hpcfl.communication.messages import Cohort
@@ -16,7 +16,6 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedsim import PFedSim
 
 PFEDSIM = "method.name=pfedsim"
-MLP = ("model.name=mlp", "model.hidden=[16]")
 F, K = 16, 10
 WEIGHTS = slice(64 * F + F, 64 * F + F + K * F)
 """Where the head's weights are in the model."""
@@ -95,16 +94,6 @@ def test_rounds_by_hand(warm_up: str, rounds: int) -> None:
     assert run.clients["has_own"].nonzero().flatten().tolist() == sorted(known)
     expected = torch.stack([models[client] if client in known else w for client in range(4)])
     assert_close(run.evaluated()["theta"], expected)
-
-
-def test_a_warm_up_of_all_rounds_is_fedavg_to_the_bit() -> None:
-    keys = (*SOME, "train.buffers=local", "train.momentum=0.9")
-    run, fedavg = Run(PFEDSIM, *keys, "method.warm_up=1"), Run(*keys, "method.name=fedavg")
-    assert torch.equal(run.server["theta"], fedavg.server["theta"])
-    ours, theirs = run.evaluated(), fedavg.evaluated()
-    assert all(torch.equal(ours[name], theirs[name].expand_as(ours[name])) for name in ours)
-    assert not run.clients["has_own"].any()
-    assert not run.server["is_known"].any()
 
 
 def test_who_has_no_sound_model_starts_from_that_of_the_warm_up() -> None:

@@ -19,6 +19,7 @@ from by_hand import (
     assert_close,
     batches_of,
     mean_by_samples,
+    models_of,
     network_with,
     torchs_optimiser,
     train_by_torch,
@@ -219,13 +220,6 @@ def test_the_nearest_known_prototype_is_predicted_and_without_one_the_own_head_d
         assert found[:, 3].count_nonzero() == 0
     run.server["is_known"].zero_()
     assert torch.equal(run.evaluated()["theta"], run.clients["theta"])
-
-
-@pytest.mark.parametrize("keys", NEAREST)
-def test_without_alignment_clients_train_as_local_does_to_the_bit(keys: tuple[str, ...]) -> None:
-    common = (*SOME, *SLIPPERY, "train.lr=0.05")
-    local, ours = Run(*common, "method.name=local"), Run(*common, *keys, "method.alignment=0")
-    torch.testing.assert_close(ours.clients, local.clients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("keys", NEAREST)
@@ -443,7 +437,7 @@ def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]
     known: dict[int, Tensor] = {}
     for number in range(run.config.train.rounds):
         clients = list(run.simulation.cohort(number).clients)
-        models, statistics, found, moments = [], [], [], []
+        networks, found, moments = [], [], []
         for client in clients:
             start = torch.cat([theta[layout.body], heads[client]])
             network = network_with(run, start, buffers)
@@ -454,14 +448,12 @@ def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]
                 cross_entropy(network(x), y).backward()
                 optimiser.step()
             train_towards(run, client, number, network, known, options.alignment, part="body.")
-            model, kept = layout.flatten(network)
-            models.append(model)
-            statistics.append(kept)
+            networks.append(network)
             found.append(class_means(run, client, network))
-        trained = torch.stack(models)
+        trained, statistics = models_of(run, networks).values()
         mean = mean_by_samples(run, clients, trained)
         theta = torch.cat([mean[layout.body], theta[layout.head]])
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        buffers = mean_by_samples(run, clients, statistics)
         h, variance = (torch.stack(moment) for moment in zip(*moments, strict=True))
         alpha = torch.stack([best_weights(place, h, variance) for place in range(len(clients))])
         heads[clients] = alpha @ trained[:, layout.head]
@@ -527,7 +519,7 @@ def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int,
     own: dict[int, dict[int, Tensor]] = {}
     for number in range(run.config.train.rounds):
         clients = list(run.simulation.cohort(number).clients)
-        models, statistics, traces = [], [], []
+        networks, traces = [], []
         for client in clients:
             network = network_with(run, torch.cat([theta[layout.body], heads[client]]), buffers)
             if client in own:
@@ -535,14 +527,12 @@ def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int,
             train_by_torch(run, client, number, network)
             own[client] = class_means(run, client, network)
             traces.append(information_by_hand(network, *run.workplace.shard.samples("train", client)))
-            model, kept = layout.flatten(network)
-            heads[client] = model[layout.head]
-            models.append(model)
-            statistics.append(kept)
-        weights = torch.stack(traces) / torch.stack(traces).sum()
-        mean = torch.tensordot(weights, torch.stack(models), dims=1)
+            networks.append(network)
+        models, statistics = models_of(run, networks).values()
+        heads[clients] = models[:, layout.head]
+        mean = torch.tensordot(torch.stack(traces) / torch.stack(traces).sum(), models, dims=1)
         theta = torch.cat([mean[layout.body], theta[layout.head]])
-        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        buffers = mean_by_samples(run, clients, statistics)
     return theta, buffers, heads, own
 
 

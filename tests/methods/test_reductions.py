@@ -1,4 +1,4 @@
-"""Settings that make a method FedAvg or local training, to the bit."""
+"""Settings that make a method FedAvg or local training, to the bit or, in float64, but for rounding."""
 
 from __future__ import annotations
 
@@ -6,40 +6,56 @@ from functools import cache
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME
-from harness import UNEQUAL, UNEQUAL_FEW, Run
+from by_hand import SLIPPERY, SOME, assert_close, cohort_of
+from harness import MLP, UNEQUAL, UNEQUAL_FEW, Run
 
 Keys = tuple[str, ...]
 Table = list[tuple[Keys, list[str]]]
 
 SLIDING = (*SOME, *SLIPPERY)
-OWN_STATISTICS = (*SOME, "train.buffers=local")
+OWN_STATISTICS = (*SLIDING, "train.buffers=local")
 DECAYING = ("train.lr_decay=0.9", "train.weight_decay=0.01")
 LINEAR = (*UNEQUAL_FEW, "model.name=mlp", "model.hidden=[]", "train.participation=0.5", *DECAYING)
 BATCHNORM = (*UNEQUAL_FEW, "model.batchnorm=true", "train.momentum=0.9", "train.buffers=local")
 FINETUNED = (*SLIDING, "train.lr=0.05", "train.finetune_epochs=1")
 ALL_CLASSES = ("data.partition.name=iid", "data.per_client=100", "train.momentum=0.9")
+UNEQUAL_MLP = (*MLP, *UNEQUAL_FEW)
 ALONE = ("train.momentum=0.5", "data.clients=1", "data.partition.name=iid")
 
 WITHOUT_STEPS = [
     *(f"per_fedavg alpha=0 variant={name}" for name in ("hessian_free", "exact", "first_order")),
     "fedala weights_lr=0 most_passes=1",
 ]
+UNTIED = ["ditto pull=0", "apfl alpha=1 alpha_lr=0", "fedphp transfer=0"]
+"""Beside FedAvg's model they have the clients' own, which they evaluate."""
 
 AS_FEDAVG: Table = [
-    (SLIDING, ["fedprox mu=0", "moon mu=0", "fedntd beta=0", "lg_fedavg global_layers=6"]),
-    (OWN_STATISTICS, ["fedprox mu=0", "moon mu=0", "fedntd beta=0"]),
-    ((*SOME, *DECAYING, "train.rounds=1"), ["scaffold"]),
+    (SLIDING, ["fedprox mu=0", "moon mu=0", "fedntd beta=0", "lg_fedavg global_layers=6", "knn_per"]),
+    (OWN_STATISTICS, ["fedprox mu=0", "moon mu=0", "fedntd beta=0", "pfedsim warm_up=1", *UNTIED]),
+    ((*SOME, *DECAYING, "train.rounds=1"), ["scaffold", "feddbe"]),
     (ALL_CLASSES, ["fedlc tau=0"]),
     ((*UNEQUAL, "train.participation=0.75"), ["fedbn"]),
     (FINETUNED, ["ifca clusters=1", "fedem components=1"]),
     *((keys, WITHOUT_STEPS) for keys in (LINEAR, BATCHNORM)),
 ]
 """Keys of a run, and methods with keys of their own that are FedAvg there."""
+NEXT_AS_FEDAVG: Table = [
+    ((*UNEQUAL_MLP, "train.momentum=0.5"), ["fedcac share=0", "pfedgraph alpha=1e12 pull=0"]),
+    # clients with as many steps, or one alone
+    ((*MLP, "train.momentum=0.9"), ["fednova"]),
+    ((*UNEQUAL_MLP, "train.participation=0.25"), ["fednova"]),
+    # one cluster, of equal clients
+    (("model.batchnorm=true", "train.participation=0.5"), ["clustered_fl eps_1=0 eps_2=0 first_round=0"]),
+]
+"""Likewise in float64, so with keys that no other table has: these methods send FedAvg's model next."""
 AS_LOCAL: Table = [
-    (ALONE, ["fedcac", "pfedgraph pull=0"]),
+    (ALONE, ["fedcac", "pfedgraph pull=0", "fedamp pull=0", "fedamp pull=0 weights=cosine"]),
     ((*ALONE, "model.batchnorm=true"), ["pfedsim warm_up=0"]),
     (("train.momentum=0.5",), ["pfedgraph alpha=1e-6 pull=0"]),
+    # FedPHP's own models inherit from what was trained in the round
+    (OWN_STATISTICS, UNTIED[:2]),
+    (("train.participation=0.5", "model.batchnorm=true"), ["heurpfedla k=6 hypernetwork_lr=0.1"]),
+    ((*SLIDING, "train.lr=0.05"), ["fedproto alignment=0", "fedtgp alignment=0 server_epochs=1"]),
 ]
 
 
@@ -64,13 +80,26 @@ def test_it_is_fedavg(keys: Keys, method: str, caplog: pytest.LogCaptureFixture)
         assert torch.equal(ours.server[name].view_as(tensor), tensor)
     evaluated = ours.evaluated()
     for name, tensor in fedavg.evaluated().items():
-        assert torch.equal(evaluated[name].view_as(tensor), tensor)
-    # SCAFFOLD also sends its control variates
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client) == (method != "scaffold")
+        assert method in UNTIED or torch.equal(evaluated[name].view_as(tensor), tensor)
+    # SCAFFOLD also sends its control variates, FedDBE means of features
+    is_as_much = torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+    assert is_as_much == (method not in ("scaffold", "feddbe"))
+
+
+@pytest.mark.parametrize(("keys", "method"), cases(NEXT_AS_FEDAVG))
+@pytest.mark.usefixtures("double")
+def test_what_it_sends_next_is_fedavgs_model_but_for_rounding(keys: Keys, method: str) -> None:
+    ours, fedavg = run_of(keys, method), run_of(keys, "fedavg")
+    sent = ours.driver.download(ours.server, cohort_of(ours.method, range(4), 3))
+    for name, tensor in fedavg.server.items():
+        assert_close(sent[name].expand(4, -1), tensor.expand(4, -1), atol=1e-12)
 
 
 @pytest.mark.parametrize(("keys", "method"), cases(AS_LOCAL))
 def test_it_is_local(keys: Keys, method: str) -> None:
     ours, local = run_of(keys, method), run_of(keys, "local")
-    assert torch.equal(ours.clients["theta"], local.clients["theta"])
-    assert torch.equal(ours.server["models"], local.clients["theta"])
+    for name, tensor in local.clients.items():
+        assert torch.equal(ours.clients[name], tensor)
+        # methods with alignment predict by prototypes
+        assert "alignment" in method or torch.equal(ours.evaluated()[name], tensor)
+    assert torch.equal(ours.server.get("models", local.clients["theta"]), local.clients["theta"])

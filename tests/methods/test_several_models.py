@@ -75,19 +75,6 @@ MIRRORED = PLAIN[::-1]
 MIRRORED_AND_SWAPPED = [6, 5, 4, 9, 8, 7, *MIRRORED[6:]]
 
 
-# One model
-
-
-@pytest.mark.usefixtures("double")
-def test_one_cluster_of_clustered_fl_is_fedavg_of_equal_clients() -> None:
-    keys = ("model.batchnorm=true", "train.participation=0.5")
-    fedavg = Run(*keys, "method.name=fedavg")
-    ours = Run(*keys, CLUSTERED, "method.eps_1=0", "method.eps_2=0", "method.first_round=0")
-    for name, tensor in fedavg.server.items():
-        torch.testing.assert_close(ours.server[name][0], tensor, rtol=0, atol=1e-12)
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-
-
 # Different starts
 
 

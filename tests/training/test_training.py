@@ -1,4 +1,4 @@
-"""Local training: both engines against each other and a bare torch loop; the clients' state."""
+"""Local training: both engines against each other; the clients' state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from harness import SMALL, make_network, make_place, spread
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.communicator import Communicator
@@ -117,6 +117,11 @@ def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> No
     assert list(same_size_groups([0, 0])) == []
 
 
+def rows_of(batch: Batch) -> list[int]:
+    """Return which of five clients a batch is for."""
+    return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
+
+
 OF_SIZES = {
     "even": [[4, 3, 3, 3], [4, 4, 3], [4, 4], [3], [2]],
     "drop": [[4, 4, 4], [4, 4], [4, 4], [3], [2]],
@@ -131,8 +136,7 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
     place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
     for batch in ClientGroup(place, range(5), round=2).batches("batches", epochs=2):
-        rows = range(5) if isinstance(batch.members, slice) else batch.members.tolist()
-        for position, client in enumerate(rows):
+        for position, client in enumerate(rows_of(batch)):
             x, y = place.shard.samples("train", client)
             assert torch.equal(batch.x[position], x[batch.index[position]])
             assert torch.equal(batch.y[position], y[batch.index[position]])
@@ -144,11 +148,6 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
         used = sum(OF_SIZES[kind][client])
         epochs = [torch.randperm(size, generator=stream)[:used] for _ in range(2)]
         assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
-
-
-def rows_of(batch: Batch) -> list[int]:
-    """Return which of five clients a batch is for."""
-    return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -378,40 +377,7 @@ def test_a_gradient_stays_as_it_is_when_the_next_one_is_computed(batched: bool) 
     assert not torch.equal(found[0]["theta"], found[1]["theta"])
 
 
-# The loop engine is a bare torch loop
-
-
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.01)])
-@pytest.mark.parametrize("batchnorm", [False, True])
-@pytest.mark.usefixtures("double")
-def test_loop_engine_is_a_module_trained_by_torchs_sgd(
-    momentum: float, weight_decay: float, batchnorm: bool
-) -> None:
-    network = make_network(batchnorm=batchnorm)
-    train = settings(momentum=momentum, weight_decay=weight_decay)
-    place = make_place(network, SIZES, train)
-    layout = ParameterLayout(network)
-    theta, buffers = layout.flatten(network)
-    trained, statistics, steps = one_by_one(place, theta.expand(5, -1), buffers.expand(5, -1))
-    for client, size in enumerate(SIZES):
-        twin = copy.deepcopy(network)
-        assert isinstance(twin, nn.Module)
-        twin.train()
-        optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
-        x, y = place.shard.samples("train", client)
-        stream = torch_stream(place.seed, "batches", 0, client)
-        taken = 0
-        for _ in range(3):
-            order = torch.randperm(size, generator=stream)
-            for start, stop in minibatches(size, 4):
-                optimiser.zero_grad()
-                cross_entropy(twin(x[order[start:stop]]), y[order[start:stop]]).backward()
-                optimiser.step()
-                taken += 1
-        expected, expected_statistics = layout.flatten(twin)
-        torch.testing.assert_close(trained[client], expected, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-9, atol=1e-12)
-        assert steps[client] == taken
+# The loop engine
 
 
 @pytest.mark.parametrize("general", [False, True])
