@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
-import termios
 import time
 from collections.abc import Callable, Iterator
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
 from bits import run_here, start_run, tiny_settings
-from processes import clean_environment, forked, read_all, run_forked
+from processes import forked_on_terminal, read_all, run_forked
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
@@ -131,13 +127,7 @@ def test_a_terminal_shows_how_it_goes_until_ctrl_c(
 ) -> None:
     monkeypatch.setattr("hpcfl.commands.watch.PAUSE_S", 0.05)
     folder, _ = going_on
-    leader, follower = pty.openpty()
-    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {**clean_environment(), "TERM": "xterm"}
-    for name in ("COLUMNS", "LINES", "NO_COLOR"):
-        environment.pop(name, None)
-    child = forked(lambda: main(["watch", str(folder)]), {1: follower, 2: follower}, environment)
-    os.close(follower)
+    child, leader = forked_on_terminal(lambda: main(["watch", str(folder)]))
     seen = ""
     try:
         while len(set(re.findall(r"rounds +(\d+)/", seen))) < 3:

@@ -103,7 +103,7 @@ def load(name: str, *overrides: str) -> Config:
 
 @cache
 def table_of(name: str) -> Table:
-    return Table(FOLDER / "tables" / f"{name}.yaml")
+    return Table(FOLDER / "tables" / f"{name}.yaml", ["data.path=FOLDER"] * ("femnist" in name))
 
 
 def pool(config: Config) -> Arrays:
@@ -252,15 +252,9 @@ def test_a_table_with_tuned_rows_names_the_file_that_tried_them(name: str) -> No
         assert all((FOLDER / "tables" / tuning).is_file() for tuning in tunings)
 
 
-@cache
-def paper_table(name: str) -> Table:
-    path = FOLDER / "tables" / f"{name}.yaml"
-    return Table(path, ["data.path=FOLDER"]) if "femnist" in name else table_of(name)
-
-
 @pytest.mark.parametrize("name", PAPERS)
-def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -> None:
-    table = paper_table(name)
+def test_a_paper_s_table_has_its_numbers_and_its_clients_and_methods_can_be_made(name: str) -> None:
+    table = table_of(name)
     published = [row.published or {} for row in table.rows]
     assert (len(table.columns), len(table.rows), sum(map(len, published))) == PAPERS[name]
     assert (table.source is not None) == any(published)
@@ -269,11 +263,6 @@ def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -
     for cell in table.cells:
         assert cell.config.train.last_batch == cut
         assert cell.config.data.path == ("FOLDER" if "femnist" in name else None)
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
-    table = paper_table(name)
     for cell in table.cells[: len(table.cells) // len(table.seeds)]:
         found = dealt(cell.config)
         # torchvision's take seconds
@@ -282,7 +271,7 @@ def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
 
 
 def test_pfedla_s_toy_example_has_nine_classes() -> None:
-    owned = classes_of_clients(*dealt(paper_table("pfedla_figure1").cells[0].config))
+    owned = classes_of_clients(*dealt(table_of("pfedla_figure1").cells[0].config))
     assert owned.sum(axis=1).tolist() == [4] * 6
     assert owned.any(axis=0).sum() == 9
 

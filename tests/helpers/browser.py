@@ -41,12 +41,9 @@ def opened_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened_page(
-    browser: Browser, path: Path, *, is_dark: bool = False, width: int = 1200
-) -> Iterator[Opened]:
-    """Open an HTML file in a fresh window of so many pixels, in light or dark colours."""
-    scheme = "dark" if is_dark else "light"
-    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+def opened_page(browser: Browser, path: Path, *, width: int = 1200) -> Iterator[Opened]:
+    """Open an HTML file in a fresh window of so many pixels, in light colours."""
+    context = browser.new_context(color_scheme="light", viewport={"width": width, "height": 900})
     opened = Opened(context.new_page())
     page, address = opened.page, path.resolve().as_uri()
     page.on("console", lambda told: opened.complaints.append(told.text))

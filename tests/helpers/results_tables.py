@@ -13,12 +13,12 @@ are shown as they are: <!-- results/long_run.csv -->, another program's beside o
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev, variance
 
+from bits import read_csv
 from scipy.special import stdtrit
 
 from hpcfl.formatting import Document, markdown
@@ -191,11 +191,10 @@ def with_tables(page: str) -> str:
     """Return a page with every marked table made anew."""
 
     def table(found: re.Match[str]) -> str:
-        with (RESULTS / f"{found[2]}.csv").open(newline="") as file:
-            lines = list(csv.DictReader(file))
+        lines = read_csv(RESULTS / f"{found[2]}.csv")
         if found[2].endswith("_theirs"):
-            with (RESULTS / f"{found[2].removesuffix('_theirs')}_clients.csv").open(newline="") as file:
-                return found[1] + beside(lines, list(csv.DictReader(file)))
+            ours = read_csv(RESULTS / f"{found[2].removesuffix('_theirs')}_clients.csv")
+            return found[1] + beside(lines, ours)
         if found[2].startswith("long_run"):
             return found[1] + as_markdown(list(lines[0]), [list(line.values()) for line in lines])
         if found[3] and found[3].endswith(" by setting"):

@@ -264,7 +264,7 @@ def test_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
     assert "NaN" not in text.partition('id="data">')[2].partition("</script>")[0]
 
 
-def test_a_thousand_clients(browser: Browser, tmp_path: Path) -> None:
+def test_a_thousand_clients_weights_are_thinned(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(
         tmp_path / "heurpfedla",
         rising(3, 1000),
@@ -273,19 +273,6 @@ def test_a_thousand_clients(browser: Browser, tmp_path: Path) -> None:
             "self_weight": RNG.random((3, 1000, len(LAYERS))),
             "retained_rounds": RNG.integers(0, 3, (3, 1000, len(LAYERS))),
         },
-    )
-    path = written(folder)
-    assert path.stat().st_size < 3_000_000
-    with drawn(browser, path, *KINDS):
-        pass
-
-
-def test_a_thousand_clients_weights_are_thinned(browser: Browser, tmp_path: Path) -> None:
-    folder = make_run(
-        tmp_path / "pfedla",
-        rising(3, 1000),
-        ["data.per_client=2"],
-        of_method={"self_weight": RNG.random((3, 1000, len(LAYERS)))},
         derived={"alpha": RNG.random((1000, len(LAYERS), 1000), np.float32)},
     )
     path = written(folder)

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from bits import refused
-from made_runs import make_run, metrics_of_runs, rising
+from made_runs import LAYERS, make_run, metrics_of_runs, rising
 from processes import REPOSITORY
 
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.methods import pfedla
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report import content
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
@@ -157,25 +156,17 @@ def test_metrics_are_means_over_clients_that_have_them(
     assert (run["confusion"], run["notes"]) == ({}, ["no confusion matrix of 10 classes"])
 
 
-def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 3 * 4 * 3 - 1)
-    assert main([*TINY, "--out", str(tmp_path / "few")]) == FINISHED
-    monkeypatch.undo()
-    assert main([*TINY, "--out", str(tmp_path / "all")]) == FINISHED
-    few, every = (
-        {p["quantity"]: p for p in data_of(tmp_path / name / "report.html")["runs"][0]["pictures"]}
-        for name in ("few", "all")
-    )
-    assert list(few) == ["alpha", "self_weight"]
-    assert (few["alpha"]["rounds"], few["self_weight"]["rounds"]) == ([2], [1, 2])
-    assert few["alpha"]["note"].startswith("only the last evaluation: earlier ones are not stored")
-    assert every["alpha"]["rounds"] == [1, 2]
-    # the same weights, but for the steps in which a page has them
-    values = [
-        np.array(codes(p["alpha"])).reshape(-1, 36)[-1] / 254 * p["alpha"]["high"] for p in (few, every)
-    ]
-    assert np.allclose(*values, atol=0.005)
-    assert few["alpha"]["names"]["layer"] == ["conv1", "conv2", "fc1", "fc2"]
+def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).random((3, len(LAYERS), 3), np.float32)
+    more = {"of_method": {"self_weight": np.full((2, 3, len(LAYERS)), 0.5)}, "derived": {"alpha": weights}}
+    folder = make_run(tmp_path / "pfedla", rising(2, 3), **more)
+    alpha, self_weight = reported(tmp_path / "page.html", folder)["runs"][0]["pictures"]
+    assert (alpha["quantity"], self_weight["quantity"]) == ("alpha", "self_weight")
+    assert (alpha["rounds"], self_weight["rounds"]) == ([2], [1, 2])
+    assert alpha["note"].startswith("only the last evaluation: earlier ones are not stored")
+    # but for the steps in which a page has them
+    assert np.allclose(np.array(codes(alpha)) / 254 * alpha["high"], weights.ravel(), atol=0.005)
+    assert alpha["names"]["layer"] == LAYERS
 
 
 def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

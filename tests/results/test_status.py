@@ -17,7 +17,6 @@ from hpcfl.storage.ledger import METRICS, WHOLE_NUMBERS
 from hpcfl.storage.lock import FolderLock
 
 HEADER = ",".join(METRICS)
-NODE = socket.gethostname()
 
 
 def row(number: int) -> str:
@@ -82,7 +81,7 @@ def test_the_lock_tells_how_a_run_is(folder: Path) -> None:
         with pytest.raises(UserError, match="in use by pid "):
             FolderLock(folder)
     assert Run(folder).status.state == "stopped"
-    (folder / ".lock").write_text(f"pid 7 on {NODE}\n")
+    (folder / ".lock").write_text(f"pid 7 on {socket.gethostname()}\n")
     assert Run(folder).status.state == "killed"
     (folder / ".lock").write_text("pid 7 on another-node\n")
     status = Run(folder).status

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bits import refused, write_csv
 
-from hpcfl.errors import FINISHED, UserError
+from hpcfl.errors import FINISHED
 from hpcfl.formatting import as_text
 from hpcfl.main import main
 from hpcfl.tables.claims import document, overview, read_claims
@@ -217,11 +217,8 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     assert main(["claims", str(path)]) == FINISHED
     assert capsys.readouterr().out == as_text(made) + "\n"
     assert main(["claims", str(path), str(path)]) == FINISHED
-    assert (
-        capsys.readouterr()
-        .out.rstrip()
-        .endswith("it does better  printed      0     1          0        0        1")
-    )
+    out = capsys.readouterr().out.rstrip()
+    assert out.endswith("it does better  printed      0     1          0        0        1")
     assert main(["claims", str(path), "--markdown"]) == FINISHED
     assert "| ours - alone | few | seen | +1.0 |" in capsys.readouterr().out
 
@@ -254,11 +251,9 @@ def test_a_claim_on_what_is_not_there_is_told_in_a_line(
 ) -> None:
     assert old in CLAIMS
     path = folder.said(CLAIMS.replace(old, new))
-    with pytest.raises(UserError) as error:
-        read_claims(path)
-    assert str(path) in str(error.value)
-    assert said in str(error.value)
-    refused(capsys, "claims", path)
+    line = refused(capsys, "claims", path)
+    assert str(path) in line
+    assert said in line
 
 
 def test_a_file_whose_tables_have_no_results_is_told_in_a_line(

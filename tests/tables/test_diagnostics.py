@@ -22,23 +22,17 @@ def test_weights_between_clients_are_parted_by_their_classes() -> None:
     ]
     # (0.3 + 0.1 + 0.1 + 0.6) / 4 and (0.2 + 0.0) / 2
     assert [value for *_, value in lines] == pytest.approx([1.7 / 3, 1.1 / 4, 0.1])
+    without_layers = list(_summary(("client", "client"), weights[:, 0], COMMON))
+    assert without_layers == [(None, *line[1:]) for line in lines]
 
 
 def test_shares_of_branches_have_an_overlap() -> None:
-    shares = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 1.0]])[:, None]
-    lines = list(_summary(("client", "layer", "branch"), shares, COMMON))
+    shares = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 1.0]])
+    lines = list(_summary(("client", "layer", "branch"), shares[:, None], COMMON))
     # the largest shares; then, clients 0 and 1 have 0.75 in common, 1 and 2 have 0.25, 0 and 2 nothing
     assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
-
-
-def test_what_has_no_layers_is_summed_up_the_same_way() -> None:
-    weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.6, 0.4]])
-    with_layer = [line[1:] for line in _summary(("client", "layer", "client"), weights[:, None], COMMON)]
-    assert list(_summary(("client", "client"), weights, COMMON)) == [(None, *line) for line in with_layer]
-    components = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 1.0]])
-    lines = list(_summary(("client", "component"), components, COMMON))
-    assert [line[0] for line in lines] == [None] * 3
-    assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
+    without_layers = list(_summary(("client", "component"), shares, COMMON))
+    assert without_layers == [(None, *line[1:]) for line in lines]
 
 
 def test_pairs_are_in_the_same_group_or_not() -> None:

@@ -363,14 +363,10 @@ def test_a_mistake_of_a_file_that_extends_another(folder: Path, old: str, new: s
 # Help
 
 
-def test_the_help_fits_a_screen_and_its_example_is_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["table", "--help"])
     text = capsys.readouterr().out
-    assert text.count("\n") < 40
-    assert max(map(len, text.splitlines())) <= 100
     example = re.search(r"^  columns: .*\n(?:  .*\n)+", text, re.MULTILINE)
     assert example
     path = tmp_path / "example.yaml"

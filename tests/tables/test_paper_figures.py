@@ -167,10 +167,10 @@ def drawn(words: list[str], folder: Path, file: str = "two.yaml") -> dict[str, F
     return {name: picture for name, picture in found if picture is not None}
 
 
-def alpha(folder: Path, seed: int = 0) -> np.ndarray:
-    """Return the weights [evaluations, clients, layers, clients] of a run."""
-    with h5py.File(f"{folder}-s{seed}/checkpoint.h5", "r") as file:
-        return np.array(file["history/alpha"])
+def history(run: str | Path, name: str = "alpha") -> np.ndarray:
+    """Return what a run has of a quantity [evaluations, clients, ...]."""
+    with h5py.File(f"{run}/checkpoint.h5", "r") as file:
+        return np.array(file["history"][name])
 
 
 def panels(picture: Figure) -> list[Axes]:
@@ -185,7 +185,7 @@ def texts(picture: Figure) -> str:
 
 def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, Figure], whole: Path) -> None:
     found = panels(toy["figure_a"])
-    weights = [alpha(whole / slug) for slug in SLUGS]
+    weights = [history(f"{whole / slug}-s0") for slug in SLUGS]
     # a line a column of the table; in it the evaluations, of each all layers
     layers = {0: "conv1", 5: "fc2"}
     expected = list(itertools.product(range(2), (0, 2), layers))
@@ -207,7 +207,7 @@ def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, F
 
 def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, second = panels(toy["figure_b"])
-    weights = [alpha(whole / slug)[-1, 2] for slug in SLUGS]
+    weights = [history(f"{whole / slug}-s0")[-1, 2] for slug in SLUGS]
     # in the order of the file where it names them; all where it names none; from `low` on
     for axes, expected in ((first, weights[0][[5, 0]]), (second, weights[1])):
         assert np.array_equal(np.asarray(axes.images[0].get_array()), np.maximum(expected, np.float32(0.01)))
@@ -219,10 +219,9 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path)
 
 def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, _ = panels(toy["figure_g"])
-    with h5py.File(f"{whole / SLUGS[0]}-s0/checkpoint.h5", "r") as file:
-        retained = np.array(file["history/retained_rounds"])
-    assert not np.array_equal(retained[-1][:, 5], retained[-1][:, 0])
-    assert np.array_equal(np.asarray(first.images[0].get_array()), retained[-1][:, [5, 0]])
+    retained = history(f"{whole / SLUGS[0]}-s0", "retained_rounds")[-1]
+    assert not np.array_equal(retained[:, 5], retained[:, 0])
+    assert np.array_equal(np.asarray(first.images[0].get_array()), retained[:, [5, 0]])
     assert [tick.get_text() for tick in first.get_xticklabels()] == ["fc2", "conv1"]
 
 
@@ -246,10 +245,7 @@ def test_of_too_many_weights_the_newest_are_drawn(
 def test_curves_are_accuracies_over_rounds(toy: dict[str, Figure], whole: Path) -> None:
     runs = [f"gamma-0.9/{row}-s{seed}" for row in ("heurpfedla-k-2", "local") for seed in (0, 1)]
     means = [[float(line["accuracy_mean"]) for line in read_csv(whole / run / "metrics.csv")] for run in runs]
-    one = []
-    for run in runs:
-        with h5py.File(whole / run / "checkpoint.h5", "r") as file:
-            one.append(np.array(file["history/accuracy"])[:, 4])
+    one = [history(whole / run, "accuracy")[:, 4] for run in runs]
     for name, known in (("figure_c", means), ("figure_d", one)):
         first, second = panels(toy[name])
         by_seed = 100 * np.reshape(known, (2, 2, 3))
@@ -354,9 +350,8 @@ def test_what_is_not_finished_is_named_and_the_rest_drawn(
     shutil.rmtree(copied / f"{SLUGS[1]}-s1")
     made = drawn(words, copied)
     # the map is now the other seed's
-    assert np.array_equal(
-        np.asarray(panels(made["figure_a"])[0].images[0].get_array()), alpha(copied / SLUGS[0], 1)[-1, :, 0]
-    )
+    drawn_map = panels(made["figure_a"])[0].images[0].get_array()
+    assert np.array_equal(np.asarray(drawn_map), history(f"{copied / SLUGS[0]}-s1")[-1, :, 0])
     assert texts(made["figure_a"]).endswith(" missing: gamma = 0.9 (1 of 2 seeds); gamma = 0.5")
     assert texts(made["figure_b"]).endswith(
         " missing: HeurpFedLA, k = 2, gamma = 0.9 (1 of 2 seeds); HeurpFedLA, k = 2, gamma = 0.5"

@@ -125,7 +125,7 @@ def figures(folder: Path) -> list[dict[str, str]]:
 
 def files(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Return the bytes and the time of change of every file of every cell."""
-    found = [path for path in sorted(folder.glob("*/*")) if path.is_file()]
+    found = [path for path in sorted(folder.glob("*/**/*")) if path.is_file()]
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
@@ -267,7 +267,9 @@ def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
     assert not differing(tmp_path / "alone", tmp_path / "out" / "a-half" / "fedavg-s1")
     results = tmp_path / "results" / "columns-2rounds.csv"
     assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
-    assert [f"{row['label']}, {row['column']}" for row in read_csv(results)] == list(names)
+    rows = read_csv(results)
+    assert [f"{row['label']}, {row['column']}" for row in rows] == list(names)
+    assert rows[0]["title"].startswith("Two columns (shrunk: at most 2 rounds instead of 3; ")
     [line] = read_csv(tmp_path / "out" / "differences.csv")
     assert (line["column"], line["seeds"], line["clients_and_seeds"]) == ("A half!", "2", "14")
 
@@ -406,19 +408,6 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
 # Going on
 
 
-def test_the_same_command_again_does_nothing(
-    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = files(copied)
-    assert table(copied, *words) == FINISHED
-    assert files(copied) == before
-    out = capsys.readouterr().out
-    title = f"# Two methods on digits ({changed(words)})"
-    assert out.startswith(f"4 of 4 cells are finished, in {copied}\n\n{title}\n\nSeeds 0, 1;")
-    assert "cell 1/4" not in out
-    assert "missing" not in out
-
-
 def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
     folder = tmp_path / "out"
     out = told(folder, *words, "--part", "1/2")
@@ -440,14 +429,20 @@ def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path,
     assert [row | SPEEDS for row in figures(folder)] == [row | SPEEDS for row in figures(whole)]
 
 
-def test_parts_run_at_the_same_time(words: list[str], whole: Path, tmp_path: Path) -> None:
+def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
+    words: list[str], whole: Path, tmp_path: Path, told: Told
+) -> None:
     def start(part: str) -> int:
         return forked(lambda: table(tmp_path, *words, "--quiet", "--part", part))
 
     children = [start("1/2"), start("2/2")]
     assert [os.waitpid(child, 0)[1] for child in children] == [FINISHED] * 2
     before = files(tmp_path)
-    assert table(tmp_path, *words) == FINISHED
+    out = told(tmp_path, *words)
+    title = f"# Two methods on digits ({changed(words)})"
+    assert out.startswith(f"4 of 4 cells are finished, in {tmp_path}\n\n{title}\n\nSeeds 0, 1;")
+    assert "cell 1/4" not in out
+    assert "missing" not in out
     assert files(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*ALONE, *OUTPUTS])
     for name in ALONE:
@@ -498,20 +493,15 @@ def test_a_cell_without_memory_does_not_lose_the_others(
     assert "is out of memory; try more ranks" in err.splitlines()[-1]
 
 
-def test_a_cell_whose_run_died_is_tried_after_the_others(
-    words: list[str], half: Path, capsys: pytest.CaptureFixture[str], told: Told
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        raising(patch, RuntimeError("of a mistake of its own"))
-        with pytest.raises(RuntimeError, match="mistake of its own"):
-            table(half, *words)
-    assert begun(capsys.readouterr().out) == [1]
-    assert begun(told(half, *words)) == [4, 1]
-    assert not list(half.glob(".*.running"))
-
-
-@pytest.mark.parametrize("fault", [StorageError("the disk is full"), ForcedStop(signal.SIGTERM)])
-def test_a_cell_that_something_else_ended_is_the_next(
+@pytest.mark.parametrize(
+    ("fault", "order"),
+    [
+        (RuntimeError("of a mistake of its own"), [4, 1]),
+        (StorageError("the disk is full"), [1, 4]),
+        (ForcedStop(signal.SIGTERM), [1, 4]),
+    ],
+)
+def test_a_cell_whose_run_died_is_the_last_and_one_that_something_else_ended_the_next(
     words: list[str],
     half: Path,
     tmp_path: Path,
@@ -519,14 +509,16 @@ def test_a_cell_that_something_else_ended_is_the_next(
     told: Told,
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
+    order: list[int],
 ) -> None:
     monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit):
+    with pytest.MonkeyPatch.context() as patch, suppress(SystemExit, RuntimeError):
         raising(patch, fault)
         table(half, *words)
     assert begun(capsys.readouterr().out) == [1]
     assert (tmp_path / "cell").read_text() == f"{half / 'fedavg-s0'}\n"
-    assert begun(told(half, *words)) == [1, 4]
+    assert begun(told(half, *words)) == order
+    assert not list(half.glob(".*.running"))
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
 
@@ -541,6 +533,7 @@ def test_stopped_at_every_round_boundary(
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
     codes = [table(tmp_path, *words, "--seeds", "0") for _ in range(ROUNDS * 2)]
     assert codes == [STOPPED] * (ROUNDS * 2 - 1) + [FINISHED]
+    assert list(figures(tmp_path)[0])[-1] == "accuracy_seed_0"
     out = capsys.readouterr().out
     assert out.count("stopped early with a checkpoint; resume with\n") == codes.count(STOPPED)
     for name in ("fedavg-s0", "heurpfedla-k-2-s0"):
@@ -684,10 +677,11 @@ def test_a_mistake_on_the_command_line(
 
 
 def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give a table file, such as configs/tables/" in refused(
-        capsys, "table", "train.lr=1", "--out", tmp_path / "out"
-    )
-    assert "no_such.yaml: No such file" in refused(capsys, "table", "no_such.yaml", "--out", tmp_path / "out")
+    for word, said in (
+        ("train.lr=1", "give a table file, such as "),
+        ("none.yaml", "none.yaml: No such file"),
+    ):
+        assert said in refused(capsys, "table", word, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
