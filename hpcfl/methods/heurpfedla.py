@@ -75,7 +75,7 @@ class HeurpFedLA(PFedLA):
     @property
     def _own(self) -> str:
         """Name of each client's own model in its state; `theta` of a sharded server is what it received."""
-        return {"whole": "theta", "sharded": "own"}[self.params.server]
+        return "theta" if self.params.server == "whole" else "own"
 
     def server_state(self) -> State:
         if not self.params.k:
