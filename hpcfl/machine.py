@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: _version(package) for package in packages}
 
 
+@cache
 def _version(package: str) -> str:
     if package == "torch":
         import torch

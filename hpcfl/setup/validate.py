@@ -118,7 +118,7 @@ def check_single_samples(method: Method) -> None:
     """Raise UserError for clients with one training sample if BatchNorm cannot compute statistics of one."""
     num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())
-    if num_samples[client] < method.context.fewest_samples:
+    if num_samples[client] < 2 and method.context.fewest_samples == 2:
         raise UserError(
             f"model.name={method.context.model_name} cannot train on one sample, and client "
             f"{client} has no more: give clients more samples (data.per_client, or fewer data.clients), or "

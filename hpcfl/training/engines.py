@@ -69,6 +69,7 @@ class LoopEngine:
         if loss is cross_entropy_loss:
             gradient, losses = self.plain_gradient(tensors["theta"], buffers, batch)
             return {"theta": gradient.clone()}, losses
+        self._set_training(True)
         one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
         forward = Forward(self._working, self._layout, buffers[0], self._precision, self._label_smoothing)
@@ -79,6 +80,7 @@ class LoopEngine:
     def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """See Engine; C is 1."""
         self._load(theta[0], buffers[0])
+        self._set_training(True)
         self._gradient.zero_()
         logits = in_precision(self._precision, self._working, _fastest_order(batch.x[0]))
         value = cross_entropy(logits, batch.y[0], label_smoothing=self._label_smoothing)
@@ -95,11 +97,14 @@ class LoopEngine:
         Samples [n, ...] come in parts.
         """
         self._load(theta, buffers)
-        self._working.eval()
+        self._set_training(False)
         parts = zip(*(tensor.split(EVALUATION_BATCH) for tensor in samples), strict=True)
-        outputs = [call(self._working, *map(_fastest_order, part)) for part in parts]
-        self._working.train()
-        return torch.cat(outputs)
+        return torch.cat([call(self._working, *map(_fastest_order, part)) for part in parts])
+
+    def _set_training(self, training: bool) -> None:
+        # to walk through all modules takes as long as a small network's forward pass
+        if self._working.training != training:
+            self._working.train(training)
 
     def _load(self, theta: Tensor, buffers: Tensor) -> None:
         self._theta.copy_(theta)
