@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import yaml
 
-from hpcfl.commands.reference import about, citation, keys
+from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.config.keys import DataConfig, flatten
 from hpcfl.config.load import DEFAULT_CLIENTS
 from hpcfl.errors import FINISHED
@@ -15,14 +16,18 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import REGISTRIES, load_config
 
-KEYS = keys()
 CHOOSERS = {f"{group}.{key}" for group in REGISTRIES.by_group for key in ("name", "path")} | {"data.reader"}
 UNCITED = {"fedavg_ft", "local"}
 """Methods that no paper defines."""
 
 
-def test_every_key_has_a_meaning_in_words() -> None:
-    for key in KEYS:
+@pytest.fixture(scope="module")
+def every_key() -> list[Key]:
+    return keys()
+
+
+def test_every_key_has_a_meaning_in_words(every_key: list[Key]) -> None:
+    for key in every_key:
         assert len(re.findall(r"[A-Za-z]{2,}", key.meaning)) >= 3, key
         assert not key.meaning.endswith((".", ",", ";")), key
         assert key.kind, key
@@ -31,31 +36,32 @@ def test_every_key_has_a_meaning_in_words() -> None:
 
 
 @pytest.mark.parametrize("prefix", REGISTRIES.by_group)
-def test_every_key_of_every_configuration_is_there(prefix: str) -> None:
+def test_every_key_of_every_configuration_is_there(every_key: list[Key], prefix: str) -> None:
     for name in REGISTRIES.by_group[prefix].known:
         tree = load_config(None, [f"{prefix}.name={name}"]).tree()
-        documented = {key.name for key in KEYS if key.group in (*tree, f"{prefix}.{name}")}
+        documented = {key.name for key in every_key if key.group in (*tree, f"{prefix}.{name}")}
         of_others = tuple(f"{other}." for other in REGISTRIES.by_group if other != prefix)
         assert [key for key in flatten(tree) if key not in documented and not key.startswith(of_others)] == []
 
 
-@pytest.mark.parametrize("group", dict.fromkeys(key.group for key in KEYS))
-def test_the_documented_default_is_the_real_one(group: str) -> None:
-    prefix, _, name = group.rpartition(".")
-    words = [f"{prefix}.name={name}"] if prefix in REGISTRIES.by_group else []
-    real = flatten(load_config(None, words).tree())
-    for key in KEYS:
-        if key.group != group or key.name in CHOOSERS or key.name == "data.clients":
+def test_the_documented_default_is_the_real_one(every_key: list[Key]) -> None:
+    real: dict[str, dict[str, Any]] = {}
+    for group in {key.group for key in every_key}:
+        prefix, _, name = group.rpartition(".")
+        words = [f"{prefix}.name={name}"] if prefix in REGISTRIES.by_group else []
+        real[group] = flatten(load_config(None, words).tree())
+    for key in every_key:
+        if key.name in CHOOSERS or key.name == "data.clients":
             continue
         assert key.default is not None
-        assert yaml.safe_load(key.default) == real[key.name]
+        assert yaml.safe_load(key.default) == real[key.group][key.name], key
         assert key.default in (key.values or key.default), key
         # a default in words says what null stands for
         assert key.default == "null" or "default:" not in key.meaning.lower(), key
 
 
-def test_the_default_number_of_clients_is_told_in_words() -> None:
-    (key,) = [key for key in KEYS if key.name == "data.clients"]
+def test_the_default_number_of_clients_is_told_in_words(every_key: list[Key]) -> None:
+    (key,) = [key for key in every_key if key.name == "data.clients"]
     assert load_config(None, []).data.clients == DEFAULT_CLIENTS
     assert f"default: {DEFAULT_CLIENTS}," in key.meaning
 
@@ -72,10 +78,10 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_keys_are_listed_by_name_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_listed_by_name_and_group(every_key: list[Key], capsys: pytest.CaptureFixture[str]) -> None:
     everything = listed(capsys)
     assert "train.lr=0.05  [a number > 0]" in everything
-    assert len([line for line in everything if re.match(r"\w+\.[\w.]+=", line)]) == len(KEYS)
+    assert len([line for line in everything if re.match(r"\w+\.[\w.]+=", line)]) == len(every_key)
     title, *lines = listed(capsys, "method.pfedme")
     assert title.startswith("# method.pfedme: ")
     assert "Dinh et al., Personalized federated learning with Moreau envelopes, NeurIPS 2020" in title
