@@ -32,11 +32,11 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
     worker, and seconds of the fastest round: training on the slowest worker, of it what workers
     wait for the slowest on average, messages, and rank 0's work.
     """
-    network = measured(world)
+    interconnect = measured(world)
     most = world.num_workers
     sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     # the last case is in strong and in weak scaling
-    timed = cache(partial(_timed, world, network, rounds))
+    timed = cache(partial(_timed, world, interconnect, rounds))
     for method in ("fedavg", "pfedla"):
         for kind in ("strong", "weak"):
             alone = timed(method, 1, most if kind == "strong" else 1)
@@ -47,7 +47,7 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
 
 
 def _timed(
-    world: Communicator, network: Interconnect, rounds: int, method: str, workers: int, shares: int
+    world: Communicator, interconnect: Interconnect, rounds: int, method: str, workers: int, shares: int
 ) -> Timed | None:
     """Time rounds on some workers, with as many clients as `shares` workers have; beside what a plan says.
 
@@ -67,7 +67,8 @@ def _timed(
             return None
         arrays, parts = load_data(config)
         method = make_method(config, arrays, parts)
-        return Planner(config.run, method, parts, dry_run(config, arrays, parts), network).on(workers + 1)
+        found = dry_run(config, arrays, parts)
+        return Planner(config.run, method, parts, found, interconnect).on(workers + 1)
 
     plan = run_collectively(world, planned)
     with world.part(workers + 1) as part:

@@ -52,13 +52,13 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = parser().parse_intermixed_args(list(arguments))
     is_measured = world.size > 1 and not options.no_timing
-    network = measured(world) if is_measured else Interconnect(len(os.sched_getaffinity(0)))
+    interconnect = measured(world) if is_measured else Interconnect(len(os.sched_getaffinity(0)))
     if not world.is_server:
         return
-    network = replace(network, ranks_per_node=options.ranks_per_node or network.ranks_per_node)
+    interconnect = replace(interconnect, ranks_per_node=options.ranks_per_node or interconnect.ranks_per_node)
     config = load_config(*split_settings(options.settings))
     with report_out_of_memory(world):
-        _print_plan(config, options.ranks or _usual_ranks(world), network, options)
+        _print_plan(config, options.ranks or _usual_ranks(world), interconnect, options)
 
 
 def parser() -> Parser:
@@ -75,7 +75,7 @@ def parser() -> Parser:
     return parser
 
 
-def _print_plan(config: Config, ranks: int, network: Interconnect, options: Namespace) -> None:
+def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
@@ -98,13 +98,13 @@ def _print_plan(config: Config, ranks: int, network: Interconnect, options: Name
             f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
             f"{config.train.lr:g})"
         )
-    planner = Planner(config.run, method, parts, found, network)
+    planner = Planner(config.run, method, parts, found, interconnect)
     estimate = planner.on(ranks)
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
     header = SlurmHeader(name, config.run.threads, estimate, on_gpu, options.time)
     lines = [
         _measured(config.run, method.context.train, found, estimate),
-        _network(network),
+        _network(interconnect),
         *_times(method, planner, estimate),
         _memory(estimate),
         _disk(planner),
@@ -181,24 +181,24 @@ def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estim
     )
 
 
-def _network(network: Interconnect) -> str:
+def _network(interconnect: Interconnect) -> str:
     """Return the measured and assumed properties of the network."""
-    rates = {"between nodes": network.link_bytes_a_s, "within one": network.node_bytes_a_s}
+    rates = {"between nodes": interconnect.link_bytes_a_s, "within one": interconnect.node_bytes_a_s}
     found = [f"{readable_bytes(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
     assumed = [
         f"{readable_bytes(ASSUMED_BYTES_A_S)}/s {where}" for where, rate in rates.items() if rate is None
     ]
-    (assumed if network.latency_s is None else found).append(
-        f"{readable_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
+    (assumed if interconnect.latency_s is None else found).append(
+        f"{readable_seconds(interconnect.latency_s or ASSUMED_LATENCY_S)} for a short message"
     )
     measured = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
-    assumed += ["a core like this one for each rank", f"{network.ranks_per_node} ranks on each node"]
+    assumed += ["a core like this one for each rank", f"{interconnect.ranks_per_node} ranks on each node"]
     return f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     """Yield the table of times, for the requested ranks, and for others where they differ."""
-    per_node = planner.network.ranks_per_node
+    per_node = planner.interconnect.ranks_per_node
     most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
     header = "nodes, ranks, in all, round, training, server, network, evaluation, limited by"

@@ -79,9 +79,9 @@ class Planner:
         method: Method,
         parts: Sequence[ClientIndices],
         measured: DryRun,
-        network: Interconnect,
+        interconnect: Interconnect,
     ) -> None:
-        self.network = network
+        self.interconnect = interconnect
         self._run, self._method, self._measured = run, method, measured
         self._train, self._num_clients = method.context.train, method.context.num_clients
         self._num_unseen = len(parts) - self._num_clients
@@ -127,7 +127,7 @@ class Planner:
         )
         server_s = measured.server_s * self._cohort
         load = Load(measured.load.common, measured.load.rows * self._cohort)
-        network_s = self.network.seconds(COLLECTIVES_A_ROUND, load, ranks)
+        network_s = self.interconnect.seconds(COLLECTIVES_A_ROUND, load, ranks)
         round_s = train_s + server_s + network_s
         evaluation_s = self._evaluation_s(shards, ranks)
         middle, last = self.checkpoints()
@@ -136,7 +136,7 @@ class Planner:
         total_s += (saves * middle + last) / DISK_BYTES_A_S
         server_memory, worker_memory = self._memory(shards, placed)
         return Estimate(
-            nodes=self.network.nodes(ranks),
+            nodes=self.interconnect.nodes(ranks),
             ranks=ranks,
             round_s=round_s,
             train_s=train_s,
@@ -190,7 +190,7 @@ class Planner:
         seconds = measured.score_s * units
         seconds[count:] = measured.adapt_s * self._batches[count:]
         load = Load(measured.evaluation.common, measured.evaluation.rows * count)
-        network_s = self.network.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
+        network_s = self.interconnect.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
         return network_s + count * measured.send_s + max(float(seconds[shard].sum()) for shard in shards)
 
     def _memory(

@@ -285,14 +285,14 @@ KNOWN = DryRun(
     has_diverged=False,
 )
 """What a dry run may have measured."""
-NETWORK = Interconnect(10**9, latency_s=1e-3, node_bytes_a_s=1e9)
+INTERCONNECT = Interconnect(10**9, latency_s=1e-3, node_bytes_a_s=1e9)
 """All ranks on one node."""
 
 
-def planner_of(words: list[str], dry: DryRun = KNOWN, network: Interconnect = NETWORK) -> Planner:
+def planner_of(words: list[str], dry: DryRun = KNOWN, interconnect: Interconnect = INTERCONNECT) -> Planner:
     config = load_config(None, [*words, "run.device=cpu"])
     arrays, parts = load_data(config)
-    return Planner(config.run, make_method(config, arrays, parts), parts, dry, network)
+    return Planner(config.run, make_method(config, arrays, parts), parts, dry, interconnect)
 
 
 def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
@@ -345,16 +345,16 @@ def test_bytes_of_rank_0_by_ranks_and_nodes(
 ) -> None:
     load = Load(common=100, rows=60)
     assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
-    network = Interconnect(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
-    assert network.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
-    assert network.seconds(2, load, 1) == 0
+    interconnect = Interconnect(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
+    assert interconnect.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
+    assert interconnect.seconds(2, load, 1) == 0
 
 
 def test_what_takes_most_of_a_round_limits_it() -> None:
     def limits(batch_s: float, bytes_a_s: float) -> list[str]:
         words = ["method.name=fedavg", "data.clients=6", "data.per_client=80"]
-        network = Interconnect(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
-        planner = planner_of(words, replace(KNOWN, batch_s=batch_s), network)
+        interconnect = Interconnect(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
+        planner = planner_of(words, replace(KNOWN, batch_s=batch_s), interconnect)
         return [planner.on(ranks).limit for ranks in (1, 4, 8)]
 
     assert limits(1e-9, 1e12) == ["rank 0's work"] * 3
@@ -402,7 +402,7 @@ def test_the_seconds_of_training_and_evaluations_are_about_those_of_the_run() ->
     planned_s = np.full(2, np.inf)
     for _ in range(3):
         dry = dry_run(run.config, arrays, parts)
-        estimate = Planner(run.config.run, run.method, parts, dry, NETWORK).on(1)
+        estimate = Planner(run.config.run, run.method, parts, dry, INTERCONNECT).on(1)
         planned_s = np.minimum(planned_s, [estimate.train_s, estimate.evaluation_s])
     assert (planned_s > 0.25 * run_s).all()
     assert (planned_s < 4 * run_s).all()
