@@ -348,7 +348,7 @@ class Ledger:
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, len(DIRECTIONS), len(self._labels)))
-        self._total = np.sum(self._bytes, axis=0) if self._bytes else self._total
+        self._total = np.sum(self._bytes, axis=0)
         self.client_bytes = tables["client_bytes"].values.copy()
         self.diverged = tables["diverged"].values[:, 0].copy()
         if self._is_private:
