@@ -81,7 +81,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = parse_yaml(path.read_bytes().decode())
     except OSError as error:
         hint = "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help"
-        if (path / "config.yaml").exists():
+        if isinstance(error, IsADirectoryError) and (path / "config.yaml").exists():
             hint = f"to resume this run, type hpcfl run {path}/config.yaml --out {path}"
         raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error
     except ValueError as error:

@@ -127,6 +127,7 @@ def _value(name: str, cell: str) -> float | str:
     value = float(cell)
     is_whole = name in _WHOLE
     is_positive = is_whole or name.endswith(("_s", "_samples")) or "bytes" in name
-    if (is_positive and not 0 <= value < math.inf) or (is_whole and value % 1):
+    limit = 2**31 if is_whole else math.inf
+    if (is_positive and not 0 <= value < limit) or (is_whole and value % 1):
         raise ValueError(f"{name}={cell}")
     return value

@@ -373,9 +373,11 @@ def _method_name(settings: Iterable[PartialConfig]) -> str:
 def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
     """Return published numbers by column; `given` is as the file has them."""
     if isinstance(given, dict):
-        for name in given:
+        # a name may look like a number in YAML
+        by_name = {str(name): value for name, value in given.items()}
+        for name in by_name:
             check_known(place, name, "columns", columns)
-        return {name: float(value) for name, value in given.items() if value is not None}
+        return {name: float(value) for name, value in by_name.items() if value is not None}
     numbers = given if isinstance(given, list) else [given]
     if given is not None and len(numbers) != len(columns):
         raise UserError(

@@ -248,6 +248,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert f"cannot read {missing}: No such file" in message
     assert "key=value such as train.rounds=50" in message
     assert "Is a directory" in refusal(tmp_path)
+    assert "File name too long" in refusal(tmp_path / f"{'n' * 300}.yaml")
 
 
 def test_what_is_no_configuration_is_told_how_to_use(tmp_path: Path) -> None:

@@ -333,6 +333,8 @@ def test_damaged_files_are_named_with_their_line(
         assert "clients.csv, line 8: damaged; " in found("clients.csv", b"\n6,", b"\n6", *words)
     for words in (report, watch):
         assert "metrics.csv, line 2: damaged; " in found("metrics.csv", b"\n1,", b"\ngarbage\n1,", *words)
+    too_large = b"\n0,%d," % 2**63
+    assert "partition.csv, line 2: damaged; " in found("partition.csv", b"\n0,1,", too_large, *report)
     assert "config.yaml is damaged; " in found("config.yaml", b"fedavg", b"\xff", *report)
     # the last line is lost
     folder = shutil.copytree(made, tmp_path / "short")

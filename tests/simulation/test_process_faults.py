@@ -111,6 +111,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4)
 """The moments of a seed; further seeds take minutes."""
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_rank_killed_at_seven_moments(
     settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
@@ -128,6 +129,7 @@ def test_one_rank_killed_at_seven_moments(
     goes_on(LONG_ROUNDS)
 
 
+@pytest.mark.warns
 @pytest.mark.parametrize("seed", SEEDS)
 def test_server_worker_and_mpirun_killed_at_four_moments(
     launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int

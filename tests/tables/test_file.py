@@ -295,6 +295,7 @@ NUMBERS = "published: {few: 61.43, many: 73}"
             ", row 1 (ours): published: fev is none of the columns; there are: few | many | kept, k = 0 | "
             "kept, k = 2; did you mean few?",
         ),
+        (NUMBERS, "published: {null: 61}", ", row 1 (ours): published: None is none of the columns"),
         ("without: [many,", "without: [lots,", ", row 3 (local): without: lots is none of the columns"),
         (NUMBERS, "published_bytes: {few: -1}", ", row 1 (ours), published_bytes: it must be numbers from 0"),
         (NUMBERS, "published_bytes: {fex: 1}", ", row 1 (ours): published_bytes: fex is none of the columns"),
