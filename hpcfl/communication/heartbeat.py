@@ -23,7 +23,7 @@ HEARTBEAT_TAG = 1
 
 _BEAT_EVERY_S = 10.0
 _PAUSE_S = 1e-3
-_ALIVE, _LAST = np.zeros(1, np.int8), np.ones(1, np.int8)
+_ALIVE, _LAST, _PROBE = (np.full(1, value, np.int8) for value in range(3))
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,8 +32,10 @@ class Heartbeat:
     """One byte goes back and forth between the server and each worker; who does not return it is silent.
 
     A rank returns it while it waits and, by `beat`, between pieces of its own work. Silence is counted in
-    beats of a waiting rank: if the whole job was suspended, no rank is blamed for that time. Each receive
-    names its source rank: in some versions of MPI, receives from any source lose messages over a network.
+    beats of a waiting rank: if the whole job was suspended, no rank is blamed for that time. At each beat the
+    waiting server sends one more byte, which is not answered, to each silent rank: the system finds out that
+    a link is cut when it cannot deliver, and MPI when it sends again. Each receive names its source rank: in
+    some versions of MPI, receives from any source lose messages over a network.
     """
 
     def __init__(self, comm: Any, hosts: Sequence[str], timeout_s: float) -> None:
@@ -48,6 +50,7 @@ class Heartbeat:
         self._arrived = {peer: np.zeros(1, np.int8) for peer in peers}
         self._coming = {peer: self._receive(peer) for peer in peers}
         self._going = {peer: self._send(_ALIVE, peer) for peer in peers if self._is_server}
+        self._probes: list[Any] = []
 
     def begin_wait(self) -> None:
         """Start to wait; silence counts from here."""
@@ -64,12 +67,13 @@ class Heartbeat:
         self._beats, self._beat_s = self._beats + 1, now_s
         self._answer(_ALIVE)
         if phase is not None:
+            self._probe()
             self._check(phase)
 
     def end(self, phase: str) -> None:
         """Receive all bytes: MPI may crash if it ends with messages left. Collective; raises as `beat`."""
         self.begin_wait()
-        while self._heard or not all(request.Test() for request in self._going.values()):
+        while self._heard or not all(request.Test() for request in (*self._going.values(), *self._probes)):
             time.sleep(_PAUSE_S)
             self._answer(_LAST if self._is_server else _ALIVE)
             self.beat(phase)
@@ -77,10 +81,10 @@ class Heartbeat:
     def _answer(self, byte: np.ndarray) -> None:
         """Answer each byte that has arrived; after the last one, its rank is heard no more."""
         for peer in list(self._heard):
-            if not self._coming[peer].Test():
+            if not self._has_come(peer):
                 continue
             self._heard[peer] = self._beats
-            if self._arrived[peer] != _LAST:
+            if self._arrived[peer] == _ALIVE:
                 if peer in self._going:
                     # done, as its answer is here
                     self._going[peer].Wait()
@@ -89,6 +93,21 @@ class Heartbeat:
                 del self._heard[peer]
             else:
                 self._coming[peer] = self._receive(peer)
+
+    def _has_come(self, peer: int) -> bool:
+        """Return whether there is a byte to answer; drop those that are not answered."""
+        while has_come := self._coming[peer].Test():
+            if self._arrived[peer] != _PROBE:
+                break
+            self._heard[peer] = self._beats
+            self._coming[peer] = self._receive(peer)
+        return bool(has_come)
+
+    def _probe(self) -> None:
+        """Send a byte to each worker that has been silent since the last beat."""
+        self._probes = [request for request in self._probes if not request.Test()]
+        silent = [peer for peer, beat in self._heard.items() if self._is_server and beat < self._beats]
+        self._probes += [self._send(_PROBE, peer) for peer in silent]
 
     def _receive(self, peer: int) -> Any:
         return self._comm.Irecv([self._arrived[peer], "i1"], peer, HEARTBEAT_TAG)

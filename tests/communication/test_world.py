@@ -306,6 +306,25 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_waiting_server_sends_to_a_silent_rank_at_every_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only by what cannot be delivered do the system and MPI find out that a link is cut."""
+    monkeypatch.setattr(heartbeat, "_BEAT_EVERY_S", 0.02)
+    world = open_world()
+    comm = world._comm
+    assert comm is not None
+    with world.heartbeat_timeout(60):
+        came, until_s = 0, time.monotonic() + 0.5 * world.is_worker
+        while time.monotonic() < until_s:
+            if (message := comm.Improbe(0, heartbeat.HEARTBEAT_TAG)) is not None:
+                message.Recv(bytearray(1))
+                came += 1
+        world.barrier()
+        # others may have been there earlier
+        assert world.maximum(came) > 5
+        world.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("num_gpus", "of_four"),
     [
