@@ -10,11 +10,11 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from textwrap import dedent
 
 from hpcfl.config.key_errors import kind_in_words, shown, values_of
 from hpcfl.config.keys import COMMON, Settings
@@ -143,9 +143,14 @@ def _docstrings(kind: type[Settings]) -> dict[str, str]:
     """Return the docstrings below the keys of a class and its bases, each as one line."""
     found: dict[str, str] = {}
     for holder in reversed(kind.__mro__[: kind.__mro__.index(Settings)]):
-        (definition,) = ast.parse(dedent(inspect.getsource(holder))).body
-        assert isinstance(definition, ast.ClassDef)
-        for key, text in pairwise(definition.body):
+        for key, text in pairwise(_classes(holder.__module__)[holder.__name__].body):
             if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(key.target)] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by name: to parse it once for each of them takes a second."""
+    nodes = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}

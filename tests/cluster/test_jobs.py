@@ -78,10 +78,10 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
 ) -> None:
     """Once with mpirun and once with srun, at the same time."""
     jobs: list[tuple[Job, Gates, Path]] = []
-    for launcher, ranks in (("mpirun", 3), ("srun", 2)):
+    for launcher in ("mpirun", "srun"):
         gates, folder = Gates(tmp_path / f"gates-{launcher}"), tmp_path / launcher
         gates.close(1, 2)
-        command = ["--job-name=train", f"--ntasks={ranks}", "jobs/train.sbatch", *gated, "--out", folder]
+        command = ["--job-name=train", "--ntasks=2", "jobs/train.sbatch", *gated, "--out", folder]
         jobs.append((slurm.submit(*command, **gates.env, LAUNCHER=launcher), gates, folder))
     for job, gates, _ in jobs:
         gates.wait(1, job)
