@@ -227,11 +227,12 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
     [
         ("fedafk_table5_small", "fedafk_tuning"),
         ("fedmn_switches_small", "fedmn_switches_tuning"),
+        ("pfedla_table2_large_tests", "pfedla_table2_tuning"),
         ("pfedmb_table1_small", "pfedmb_tuning"),
         ("pfedmb_table2_small", "pfedmb_tuning"),
     ],
 )
-def test_what_an_small_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
+def test_what_a_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
     table, tried = table_of(name), table_of(tuning)
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
     tuned = {row.label: row.tuned for row in table.rows}
