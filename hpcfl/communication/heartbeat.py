@@ -49,8 +49,9 @@ class Heartbeat:
         """The beat at which each rank was heard last."""
         self._arrived = {peer: np.zeros(1, np.int8) for peer in peers}
         self._coming = {peer: self._receive(peer) for peer in peers}
-        self._going = {peer: self._send(_ALIVE, peer) for peer in peers if self._is_server}
-        self._probes: list[Any] = []
+        self._going: list[Any] = []
+        for peer in peers if self._is_server else ():
+            self._send(_ALIVE, peer)
 
     def begin_wait(self) -> None:
         """Start to wait; silence counts from here."""
@@ -73,7 +74,7 @@ class Heartbeat:
     def end(self, phase: str) -> None:
         """Receive all bytes: MPI may crash if it ends with messages left. Collective; raises as `beat`."""
         self.begin_wait()
-        while self._heard or not all(request.Test() for request in (*self._going.values(), *self._probes)):
+        while self._heard or not all(request.Test() for request in self._going):
             time.sleep(_PAUSE_S)
             self._answer(_LAST if self._is_server else _ALIVE)
             self.beat(phase)
@@ -81,39 +82,27 @@ class Heartbeat:
     def _answer(self, byte: np.ndarray) -> None:
         """Answer each byte that has arrived; after the last one, its rank is heard no more."""
         for peer in list(self._heard):
-            if not self._has_come(peer):
-                continue
-            self._heard[peer] = self._beats
-            if self._arrived[peer] == _ALIVE:
-                if peer in self._going:
-                    # done, as its answer is here
-                    self._going[peer].Wait()
-                self._going[peer] = self._send(byte, peer)
-            if _LAST in (byte, self._arrived[peer]):
-                del self._heard[peer]
-            else:
-                self._coming[peer] = self._receive(peer)
-
-    def _has_come(self, peer: int) -> bool:
-        """Return whether there is a byte to answer; drop those that are not answered."""
-        while has_come := self._coming[peer].Test():
-            if self._arrived[peer] != _PROBE:
-                break
-            self._heard[peer] = self._beats
-            self._coming[peer] = self._receive(peer)
-        return bool(has_come)
+            while peer in self._heard and self._coming[peer].Test():
+                self._heard[peer] = self._beats
+                if self._arrived[peer] == _ALIVE:
+                    self._send(byte, peer)
+                if _LAST in (byte, self._arrived[peer]):
+                    del self._heard[peer]
+                else:
+                    self._coming[peer] = self._receive(peer)
 
     def _probe(self) -> None:
         """Send a byte to each worker that has been silent since the last beat."""
-        self._probes = [request for request in self._probes if not request.Test()]
-        silent = [peer for peer, beat in self._heard.items() if self._is_server and beat < self._beats]
-        self._probes += [self._send(_PROBE, peer) for peer in silent]
+        for peer, beat in self._heard.items():
+            if self._is_server and beat < self._beats:
+                self._send(_PROBE, peer)
 
     def _receive(self, peer: int) -> Any:
         return self._comm.Irecv([self._arrived[peer], "i1"], peer, HEARTBEAT_TAG)
 
-    def _send(self, byte: np.ndarray, peer: int) -> Any:
-        return self._comm.Isend([byte, "i1"], peer, HEARTBEAT_TAG)
+    def _send(self, byte: np.ndarray, peer: int) -> None:
+        self._going = [request for request in self._going if not request.Test()]
+        self._going.append(self._comm.Isend([byte, "i1"], peer, HEARTBEAT_TAG))
 
     def _check(self, phase: str) -> None:
         longest = self._timeout_s / self._every_s
