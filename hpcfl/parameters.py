@@ -5,6 +5,7 @@ Shapes: P trainable numbers, U running statistics of BatchNorm, L layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -133,6 +134,12 @@ class ParameterLayout:
         theta = torch.cat([p.detach().reshape(-1) for p in network.parameters()])
         buffers = [named[slot.name].reshape(-1) for slot in self.buffers]
         return theta, torch.cat(buffers) if buffers else theta.new_empty(0)
+
+    def filled(self, network: nn.Module, theta: Tensor, buffers: Tensor) -> nn.Module:
+        """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
+        network = copy.deepcopy(network).eval()
+        network.load_state_dict(self.views(theta) | self.buffer_views(buffers))
+        return network
 
 
 def columns(layers: tuple[Layer, ...], mask: Tensor) -> Tensor:

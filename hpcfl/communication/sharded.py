@@ -36,14 +36,15 @@ MAX_ON_THE_WAY = 4
 class ShardedRows:
     """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
 
-    def __init__(
-        self, world: Communicator, rows: Tensor, layers: Sequence[Layer], num_clients: int, shard_unit: int
-    ) -> None:
-        """Wrap this rank's rows [own clients, P], on the CPU; other code may change them in place.
+    def __init__(self, state: str, layers: Sequence[Layer]) -> None:
+        """Announce the client state of this name; its rows are there from `attach` on."""
+        self.state = state
+        self._layers = layers
 
-        Shards begin at multiples of `shard_unit`, which is BLOCK_CLIENTS or a multiple of it.
-        """
-        self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
+    def attach(self, world: Communicator, rows: Tensor, num_clients: int) -> None:
+        """Wrap this rank's rows [own clients, P], on the CPU; other code may change them in place."""
+        self._world, self._rows, self._num_clients = world, rows, num_clients
+        shard_unit = shard_unit_of(self)
         self._shards = [world.shard(num_clients, worker, shard_unit) for worker in range(world.num_workers)]
         self._own = world.shard(num_clients, None, shard_unit)
         self._upload: Upload | None = None
@@ -212,6 +213,11 @@ class ShardedRows:
         """Copy some columns of a block's rows to where products read them."""
         rows = self._rows[block.start - self._own.start : block.stop - self._own.start, part]
         return self._copy[: rows.numel()].view(rows.shape).copy_(rows)
+
+
+def shard_unit_of(sharded: ShardedRows | None) -> int:
+    """Return of how many clients each worker's shard has a multiple (but for the last one)."""
+    return 1 if sharded is None else BLOCK_CLIENTS
 
 
 def _members(count: int) -> Iterator[slice]:

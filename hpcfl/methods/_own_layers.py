@@ -40,7 +40,8 @@ class OwnLayers(FedAvg):
         raise NotImplementedError
 
     def client_state(self, clients: Sequence[int]) -> State:
-        return {self.own_part: self.initial_theta()[self.is_own].repeat(len(clients), 1)}
+        initial = self.layout.flatten(self.network)[0]
+        return {self.own_part: initial[self.is_own].repeat(len(clients), 1)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.layer_mask})

@@ -131,7 +131,7 @@ class MethodAdapter:
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""
-        if self.method.sharded_state is None:
+        if self.method.sharded is None:
             self.method.aggregate(server, cohort, up)
             return
         with self.method.sharded.after(up):

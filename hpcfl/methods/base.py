@@ -6,7 +6,6 @@ evaluates at once), P trainable numbers, U running statistics.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
+from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import Params, PrivacyUnit
 from hpcfl.methods.buffers import Buffers
@@ -57,11 +56,9 @@ class Method:
 
     # what a class or its __init__ says
 
-    sharded_state: str | None = None
-    """The client state [N, P] that the server's hooks mix and compare through `sharded`; None: no state."""
-    sharded: ShardedRows
-    """The rows of `sharded_state`, once a run begins. In `aggregate` they raise RuntimeError until all of
-    the upload is read."""
+    sharded: ShardedRows | None = None
+    """The client state [N, P] whose rows the server's hooks mix and compare; None: no state. In `aggregate`
+    it raises RuntimeError until all of the upload is read."""
     finetuned: slice = slice(None)
     """The numbers of `theta` [P] that `finetune` trains; default: all."""
     sequential: str | None = None
@@ -82,6 +79,8 @@ class Method:
         """What clients train."""
         self.layout = ParameterLayout(self.network)
         self.layers = self.make_layers()
+        self.body_layers = torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
+        """Which layers make up the feature extractor, bool [L]."""
         policy = context.train.buffers or self.traits.buffers[0]
         self.buffers = Buffers(policy, self.network, self.layout, self.traits.averages_own_buffers)
         """The running statistics of BatchNorm; a class whose clients get several models changes it to those
@@ -197,7 +196,7 @@ class Method:
         method that overrides `predict` overrides this hook too, or has no equivalent module: see
         `traits.predicts_by`. Default: the network that clients train.
         """
-        return self.with_weights(model["theta"], model[BUFFERS])
+        return self.layout.filled(self.network, model["theta"], model[BUFFERS])
 
     # clients that never took part in training
 
@@ -242,32 +241,6 @@ class Method:
     def derived(self, server: State) -> State:
         """Return tensors for readers of a checkpoint; a resumed run does not load them."""
         return {}
-
-    # for hooks to call
-
-    @property
-    def body_layers(self) -> Tensor:
-        """Which layers make up the feature extractor, bool [L]."""
-        return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
-
-    @property
-    def shard_unit(self) -> int:
-        """Of how many clients each worker's shard has a multiple (but for the last one)."""
-        return 1 if self.sharded_state is None else BLOCK_CLIENTS
-
-    def take_rows(self, sharded: ShardedRows) -> None:
-        """Take the rows of `sharded_state`, before the first hook that uses them."""
-        self.sharded = sharded
-
-    def initial_theta(self) -> Tensor:
-        """Return the first weights [P] of what clients train."""
-        return self.layout.flatten(self.network)[0]
-
-    def with_weights(self, theta: Tensor, buffers: Tensor) -> nn.Module:
-        """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
-        network = copy.deepcopy(self.network).eval()
-        network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
-        return network
 
 
 class TwoPhaseMethod(Method):

@@ -36,6 +36,7 @@ RENAMED = {
     "chain": "sequential",
     "leave_out": "clients.handover",
     "private": "privacy_units",
+    "sharded_state": "sharded",
     "scored_moment": "traits.eval_after",
     "buffer_policies": "traits.buffers",
     "schedule_uses_rounds": "traits.uses_total_rounds",

@@ -28,7 +28,7 @@ class FedAvg(Method):
     traits = Traits(averages=("theta",), has_global_model=True)
 
     def server_state(self) -> State:
-        return {"theta": self.initial_theta()}
+        return {"theta": self.layout.flatten(self.network)[0]}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})

@@ -121,7 +121,7 @@ class FedEM(FedAvg):
 
     def as_module(self, model: Tensors) -> Mixture:
         pairs = zip(model["theta"], model[BUFFERS], strict=True)
-        return Mixture((self.with_weights(*pair) for pair in pairs), model["weights"])
+        return Mixture((self.layout.filled(self.network, *pair) for pair in pairs), model["weights"])
 
     def sample_shares(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""

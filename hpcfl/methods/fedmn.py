@@ -197,7 +197,7 @@ class FedMN(TwoPhaseMethod):
         return self.layout.layers("child")
 
     def server_state(self) -> State:
-        return {"theta": self.initial_theta()}
+        return {"theta": self.layout.flatten(self.network)[0]}
 
     def client_state(self, clients: Sequence[int]) -> State:
         rows = torch.zeros(len(clients), num_paths(self.params.architecture))

@@ -92,7 +92,7 @@ class GPFL(FedPer):
         return clients.outputs(model, position, lambda network, x: network(x, shares).softmax(dim=1), x)
 
     def as_module(self, model: Tensors) -> nn.Module:
-        network = self.with_weights(model["theta"], model[BUFFERS])
+        network = self.layout.filled(self.network, model["theta"], model[BUFFERS])
         assert isinstance(network, GuidedNetwork)
         return OfShares(network, model["shares"])
 

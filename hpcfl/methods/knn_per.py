@@ -87,7 +87,7 @@ class KnnPer(FedAvg):
         return clients.outputs(model, position, probabilities, x)
 
     def as_module(self, model: Tensors) -> nn.Module:
-        return self._mixture(self.with_weights(model["theta"], model[BUFFERS]), model)
+        return self._mixture(self.layout.filled(self.network, model["theta"], model[BUFFERS]), model)
 
     def _mixture(self, network: nn.Module, parts: Tensors) -> WithNeighbours:
         """Return the module of one client's model."""

@@ -138,8 +138,8 @@ class PFedLA(Method):
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
-        self.sharded_state = "theta" if params.server == "sharded" else None
-        if params.server == "sharded" and len(context.num_samples_of_unseen):
+        self.sharded = ShardedRows("theta", self.layers) if params.server == "sharded" else None
+        if self.sharded is not None and len(context.num_samples_of_unseen):
             raise UserError(
                 "data.unseen_clients does not go with method.server=sharded, where models stay with their "
                 "workers, and clients that take no part in training need all; allowed: method.server=whole"
@@ -184,7 +184,7 @@ class PFedLA(Method):
 
     def models(self, server: State) -> ShardedRows | WholeRows:
         """Return the clients' models, which this server mixes, compares and replaces."""
-        return self.sharded if self.sharded_state else WholeRows(server["theta"], self.layers)
+        return WholeRows(server["theta"], self.layers) if self.sharded is None else self.sharded
 
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)

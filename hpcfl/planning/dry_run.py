@@ -155,7 +155,7 @@ def _prepared(
     most = CLIENTS_TOGETHER if is_batched(config.run.engine, device, config.model.name) else CLIENTS
     members = range(min(most, config.train.cohort_size(num_clients)))
     # with sharded models, the server mixes the rows of all clients
-    count = len(members) if method.sharded_state is None else num_clients
+    count = len(members) if method.sharded is None else num_clients
     samples = max(FEWEST_SAMPLES, batches * max(config.clients.batch_size or [config.train.batch_size]))
     cut = [
         ClientIndices(part.train[:samples], part.val[:MAX_SCORED], part.test[:MAX_SCORED])

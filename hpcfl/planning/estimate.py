@@ -15,6 +15,7 @@ import torch
 
 from hpcfl.communication.communicator import shard_of
 from hpcfl.communication.interconnect import Interconnect, Load
+from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.config.keys import RunConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
@@ -152,7 +153,7 @@ class Planner:
 
     def _shard(self, worker: int, num_workers: int) -> list[int]:
         """Return the clients that live on a worker, unseen ones last."""
-        unit, in_training = self._method.shard_unit, self._num_clients
+        unit, in_training = shard_unit_of(self._method.sharded), self._num_clients
         unseen = shard_of(self._num_unseen, worker, num_workers, unit)
         return [
             *shard_of(in_training, worker, num_workers, unit),

@@ -38,7 +38,8 @@ PASSES = 3
 
 def for_device(method: Method, state: State) -> State:
     """Return the part of the clients' state that a GPU may keep: all but the rows of `ShardedRows`."""
-    return {name: rows for name, rows in state.items() if name != method.sharded_state}
+    sharded = method.sharded.state if method.sharded else None
+    return {name: rows for name, rows in state.items() if name != sharded}
 
 
 def state_device(setting: str, device: torch.device, sharing: int, state_bytes: int) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.config.keys import CommConfig, Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.label_noise import LabelNoise
@@ -224,7 +224,7 @@ def assemble(
 
     The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    unit = method.shard_unit
+    unit = shard_unit_of(method.sharded)
     clients = world.shard(num_clients, unit=unit)
     own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
@@ -235,9 +235,8 @@ def assemble(
     network = copy.deepcopy(method.network).to(device)
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
-    if method.sharded_state is not None:
-        rows = state[method.sharded_state]
-        method.take_rows(ShardedRows(world, rows, method.layers, num_clients, unit))
+    if method.sharded is not None:
+        method.sharded.attach(world, state[method.sharded.state], num_clients)
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
     beside = 0 if kept_on.type == "cpu" else state_bytes

@@ -14,6 +14,7 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import State
@@ -61,7 +62,8 @@ class Federation:
         """Clients that do not, U."""
         self.in_training = range(self.num_clients)
         self.unseen = range(self.num_clients, len(experiment.num_train))
-        self.channel = Channel(world, self.method.layers, self.num_clients, self.method.shard_unit)
+        self._shard_unit = shard_unit_of(self.method.sharded)
+        self.channel = Channel(world, self.method.layers, self.num_clients, self._shard_unit)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
         self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
@@ -77,7 +79,7 @@ class Federation:
         num_samples, workers = torch.from_numpy(self.experiment.num_train[list(clients)]), None
         if clients and clients[0] in self.unseen:
             numbers = [client - self.num_clients for client in clients]
-            workers = tuple(self.world.homes(numbers, self.num_unseen, self.method.shard_unit))
+            workers = tuple(self.world.homes(numbers, self.num_unseen, self._shard_unit))
         return Cohort(round, tuple(clients), num_samples, workers)
 
     def cohorts(self, round: int, clients: range) -> Iterator[Cohort]:
@@ -171,14 +173,14 @@ class Federation:
     def on_server(self, hook: Callable[[], T]) -> T | None:
         """Call a hook on the server and return its result, None elsewhere; workers serve its requests.
         Collective."""
-        is_sharded = self.method.sharded_state is not None
+        sharded = self.method.sharded
         if not self.world.is_server:
-            if is_sharded:
-                self.method.sharded.serve()
+            if sharded is not None:
+                sharded.serve()
             return None
         found = hook()
-        if is_sharded:
-            self.method.sharded.end()
+        if sharded is not None:
+            sharded.end()
         return found
 
     def kept_by_codec(self) -> State:

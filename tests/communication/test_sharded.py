@@ -43,7 +43,9 @@ def models() -> Tensor:
 
 def rows_of(world: Communicator, whole: Tensor) -> ShardedRows:
     own = world.shard(N, unit=4)
-    return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N, 4)
+    rows = ShardedRows("theta", LAYERS)
+    rows.attach(world, whole[own.start : own.stop].clone(), N)
+    return rows
 
 
 def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Any]) -> Any:
