@@ -105,7 +105,16 @@ def _epoch(
     device: torch.device = CPU,
 ) -> Callable[[], None]:
     """Return an epoch of plain local training of a shard's clients by an engine."""
-    worker = WorkerContext(shard, shard.clients, engine, evaluator, TRAIN, 0, device, {})
+    worker = WorkerContext(
+        shard=shard,
+        clients=shard.clients,
+        engine=engine,
+        evaluator=evaluator,
+        train=TRAIN,
+        seed=0,
+        device=device,
+        state={},
+    )
     theta = context.initial_parameters(shard.clients).to(device)
     buffers = context.layout.flatten(context.network)[1].expand(len(theta), -1).to(device)
 

@@ -102,16 +102,24 @@ def _new_folder(out: Path, at_exit: ExitStack) -> Path:
 def _write_checkpoint(folder: Path) -> float:
     """Write a checkpoint, which is synced and verified, and return the seconds."""
     snapshot = Snapshot(
-        "doctor",
-        1,
-        load_config(None, []).yaml(),
-        ((), ()),
-        DataRecord(SampleType((1, 1, 1)), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
-        {"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
-        {},
-        Rows({}, []),
-        lambda: {"accuracy": np.zeros((1, 1))},
-        lambda: dict.fromkeys(("metrics", "bytes"), LedgerTable(np.zeros((1, 1)), ["round"])),
+        method="doctor",
+        round=1,
+        config=load_config(None, []).yaml(),
+        layout=((), ()),
+        data=DataRecord(
+            sample=SampleType((1, 1, 1)),
+            dtype="uint8",
+            scale=1.0,
+            mean=(0.0,),
+            std=(1.0,),
+            num_classes=1,
+            num_samples=(1,),
+        ),
+        server={"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
+        derived={},
+        clients=Rows({}, []),
+        history=lambda: {"accuracy": np.zeros((1, 1))},
+        ledger=lambda: dict.fromkeys(("metrics", "bytes"), LedgerTable(np.zeros((1, 1)), ["round"])),
     )
     began_s = time.monotonic()
     CheckpointStore(folder).save(snapshot)

@@ -158,7 +158,16 @@ class TrainedModels:
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
         engine = self._engine
         config, device = self.config, torch.device("cpu")
-        place = WorkerContext(shard, [client], engine, engine, config.train, config.run.seed, device, {})
+        place = WorkerContext(
+            shard=shard,
+            clients=[client],
+            engine=engine,
+            evaluator=engine,
+            train=config.train,
+            seed=config.run.seed,
+            device=device,
+            state={},
+        )
         return ClientGroup(place, [client], self.round)
 
     def _as_stored(self, samples: object, layout: Layout | None, where: str) -> np.ndarray:

@@ -150,13 +150,13 @@ def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> Da
     train = np.concatenate([part.train for part in in_training])
     mean, std = resolve_normalisation(arrays, data.normalise, train)
     return DataRecord(
-        arrays.sample,
-        str(arrays.x.dtype),
-        float(arrays.scale),
-        tuple(map(float, mean)),
-        tuple(map(float, std)),
-        arrays.num_classes,
-        tuple(len(part.train) for part in parts),
+        sample=arrays.sample,
+        dtype=str(arrays.x.dtype),
+        scale=float(arrays.scale),
+        mean=tuple(map(float, mean)),
+        std=tuple(map(float, std)),
+        num_classes=arrays.num_classes,
+        num_samples=tuple(len(part.train) for part in parts),
     )
 
 
@@ -244,18 +244,18 @@ def assemble(
         config.run, method, network, device, world.workers_on_device, len(clients), beside
     )
     worker_context = WorkerContext(
-        shard,
-        clients,
-        training,
-        evaluator,
-        config.train,
-        config.run.seed,
-        device,
-        state,
-        scorer,
-        augmentation_of(config.train, data, device),
-        private_gradients(method, network),
-        config.clients,
+        shard=shard,
+        clients=clients,
+        engine=training,
+        evaluator=evaluator,
+        train=config.train,
+        seed=config.run.seed,
+        device=device,
+        state=state,
+        scorer=scorer,
+        augmentation=augmentation_of(config.train, data, device),
+        private=private_gradients(method, network),
+        unequal=config.clients,
     )
     unseen_context = worker_context.of_unseen(unseen_shard, unseen, adapter.initial_clients(unseen))
     train = [part.train for part in parts]

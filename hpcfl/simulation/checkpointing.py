@@ -76,17 +76,17 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    self._method.name,
-                    done,
-                    self._folder.config.yaml(),
-                    self._method.layout.slots,
-                    self._federation.experiment.data,
-                    server,
-                    self._method.derived(server),
-                    self._client_rows(),
-                    self._ledger.history,
-                    self._ledger.tables,
-                    models,
+                    method=self._method.name,
+                    round=done,
+                    config=self._folder.config.yaml(),
+                    layout=self._method.layout.slots,
+                    data=self._federation.experiment.data,
+                    server=server,
+                    derived=self._method.derived(server),
+                    clients=self._client_rows(),
+                    history=self._ledger.history,
+                    ledger=self._ledger.tables,
+                    models=models,
                 )
             )
             write_job_note("saved", f"{self._folder.path} {done}")

@@ -117,7 +117,17 @@ class Recorder:
         num_steps = dict(zip(trained.clients, steps.tolist(), strict=True))
         of_members = zip(members.tolist(), losses.tolist(), strict=True)
         known = {client: loss for client, loss in of_members if math.isfinite(loss)}
-        self.ledger.record_round(cohort, moved, num_steps, known, mean, train_s, diverged, lost, round_s)
+        self.ledger.record_round(
+            cohort,
+            moved,
+            steps=num_steps,
+            losses=known,
+            train_loss=mean,
+            train_s=train_s,
+            diverged=diverged,
+            lost=lost,
+            simulated_s=round_s,
+        )
         return after_training
 
     def record_evaluation(

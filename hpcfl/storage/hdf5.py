@@ -292,13 +292,13 @@ def _read_data(group: h5py.Group) -> DataRecord:
     if [len(scale), len(mean), len(std)] != [1, sample.channels, sample.channels]:
         raise ValueError(f"no scale, or not one mean and deviation for each of {sample.channels} channels")
     return DataRecord(
-        sample,
-        dtype,
-        scale[0],
-        tuple(mean),
-        tuple(std),
-        int(found["num_classes"]),
-        tuple(group["num_samples"][()].tolist()),
+        sample=sample,
+        dtype=dtype,
+        scale=scale[0],
+        mean=tuple(mean),
+        std=tuple(std),
+        num_classes=int(found["num_classes"]),
+        num_samples=tuple(group["num_samples"][()].tolist()),
     )
 
 

@@ -15,7 +15,7 @@ Block = tuple[np.ndarray, Mapping[str, torch.Tensor]]
 """The ids of some clients, int64 [n] and strictly increasing, and by name their rows [n, ...]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataRecord:
     """The data of a run: a network's input is (sample / scale - mean) / std of samples as they are stored, or
     the tokens as they are."""
@@ -66,7 +66,7 @@ class LedgerTable:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 

@@ -35,7 +35,7 @@ GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Function of the weights [C, ...] of a batch's C members and the batch: returns gradient and losses [C]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 

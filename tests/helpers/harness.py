@@ -160,7 +160,16 @@ def make_place(
     loop = LoopEngine(network, layout, label_smoothing=smoothing)
     engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once, smoothing)
     changes = None if train.augment is None else Augmentation(train.augment, torch.full((1,), -0.5))
-    place = WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    place = WorkerContext(
+        shard=shard,
+        clients=range(len(sizes)),
+        engine=engine,
+        evaluator=loop,
+        train=train,
+        seed=0,
+        device=torch.device(device),
+        state=state or {},
+    )
     return replace(place, augmentation=changes)
 
 

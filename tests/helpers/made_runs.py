@@ -78,16 +78,24 @@ def make_run(
     ledger.append_files(folder)
     CheckpointStore(folder).save(
         Snapshot(
-            config.method.name,
-            rounds,
-            config.yaml(),
-            ((), ()),
-            DataRecord(SampleType((1, 8, 8)), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
-            {},
-            {name: torch.from_numpy(values) for name, values in (derived or {}).items()},
-            Rows({}, ()),
-            ledger.history,
-            ledger.tables,
+            method=config.method.name,
+            round=rounds,
+            config=config.yaml(),
+            layout=((), ()),
+            data=DataRecord(
+                sample=SampleType((1, 8, 8)),
+                dtype="uint8",
+                scale=255.0,
+                mean=(0.5,),
+                std=(0.5,),
+                num_classes=10,
+                num_samples=(40,) * clients,
+            ),
+            server={},
+            derived={name: torch.from_numpy(values) for name, values in (derived or {}).items()},
+            clients=Rows({}, ()),
+            history=ledger.history,
+            ledger=ledger.tables,
         )
     )
     ledger.write_clients(folder, np.full(clients, 40), np.full(clients, 10), added)

@@ -42,7 +42,13 @@ LAYOUT = (
     (),
 )
 DATA = DataRecord(
-    SampleType((3, 8, 9)), "uint8", 255.0, (0.5, 0.1, 0.25), (0.2, 0.3, 1.0), 10, tuple(range(2, 9))
+    sample=SampleType((3, 8, 9)),
+    dtype="uint8",
+    scale=255.0,
+    mean=(0.5, 0.1, 0.25),
+    std=(0.2, 0.3, 1.0),
+    num_classes=10,
+    num_samples=tuple(range(2, 9)),
 )
 LAYOUT_COLUMNS = ("names", "shapes", "offsets", "layers")
 
