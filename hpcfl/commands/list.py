@@ -60,7 +60,13 @@ def parser() -> Parser:
 def _print_names() -> None:
     kinds: dict[str, dict[str, str]] = {
         "method": {
-            name: f"{'; '.join([method.summary, *goes_with(method)])}" for name, method in METHODS.items()
+            name: "; ".join(
+                [
+                    method.summary,
+                    *(f"{verb} {', '.join(keys)}" for verb, keys in goes_with(method).items() if keys),
+                ]
+            )
+            for name, method in METHODS.items()
         },
         "source": {name: source.description for name, source in SOURCES.items()},
         "partition": {name: partition.description for name, partition in PARTITIONS.items()},

@@ -66,13 +66,13 @@ def about(group: str) -> str:
     return str(known.summary if prefix == "method" else known.description)
 
 
-def goes_with(method: type[Method]) -> list[str]:
-    """Return what a method supports and refuses beside its own keys, a phrase each."""
+def goes_with(method: type[Method]) -> dict[str, list[str]]:
+    """Return the keys that a method supports and refuses beside its own, by these verbs."""
     optimiser = ["server.optimiser"] if method.traits.averages else []
-    supports = [*optimiser, *(f"privacy.unit={unit}" for unit in method.privacy_units)]
-    refuses = [f"train.{key}" for key in method.traits.refuses]
-    kinds = {"supports": supports, "refuses": refuses}
-    return [f"{verb} {', '.join(names)}" for verb, names in kinds.items() if names]
+    return {
+        "supports": [*optimiser, *(f"privacy.unit={unit}" for unit in method.privacy_units)],
+        "refuses": [f"train.{key}" for key in method.traits.refuses],
+    }
 
 
 def citation(group: str) -> str:

@@ -84,8 +84,9 @@ def method_page(name: str, known: Iterable[Key]) -> str:
 
 
 def goes_with_text(method: type[Method]) -> str:
-    """Return what a method takes and refuses, and why."""
-    lines = [f"It {phrase}." for phrase in goes_with(method) if phrase.startswith("takes")]
+    """Return what a method supports and refuses, and why."""
+    supported = [f"`{key}`" for key in goes_with(method)["supports"]]
+    lines = [f"It supports {', '.join(supported)}."] if supported else []
     of_reason: dict[str, list[str]] = {}
     for key, reason in method.traits.refuses.items():
         of_reason.setdefault(reason, []).append(f"`train.{key}`")
