@@ -67,6 +67,12 @@ class PrivateUploads:
         """Return a group's upload with its updates shortened, all tensors of a client together."""
         if not self.is_on:
             return up
+        unprotected = [name for name in up.per_client if name not in self._names]
+        if unprotected:
+            raise TypeError(
+                f"clients send {', '.join(unprotected)}, which privacy.unit=client does not protect: "
+                "Traits.averages must name all that they send, or privacy_units must not name client"
+            )
         updates = {}
         for name in self._names:
             if name not in up.per_client:

@@ -47,6 +47,12 @@ class MethodAdapter:
     def initial_server(self) -> State:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
         state = self.method.server_state()
+        averages = self.method.traits.averages
+        if averages and not state.keys() & averages:
+            raise TypeError(
+                f"{type(self.method).__name__}.traits.averages names {', '.join(averages)}, which "
+                "server_state does not return"
+            )
         state |= self.method.buffers.in_server(state)
         return state | self._optimiser.initial(state)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.key_errors import shown
 from hpcfl.config.keys import PrivacyUnit, TrainConfig
@@ -16,37 +17,10 @@ from hpcfl.methods.context import Context
 from hpcfl.methods.traits import Traits
 from hpcfl.parameters import Layer
 
-RENAMED = {
-    **{name: f"traits.{name}" for name in Traits.__dataclass_fields__},
-    "scored": "eval_download",
-    "personalised": "eval_model",
-    "received": "model_after_download",
-    "trained": "model_after_training",
-    "welcome": "new_client_download",
-    "adapt": "new_client_model",
-    "network_of": "as_module",
-    "negotiates": "needs_request",
-    "request": "client_request",
-    "supply": "server_response",
-    "history": "server_diagnostics",
-    "client_history": "client_diagnostics",
-    "history_axes": "diagnostics",
-    "pictures": "diagnostics",
-    "entry_names": "diagnostics",
-    "chain": "sequential",
-    "leave_out": "clients.handover",
-    "private": "privacy_units",
-    "sharded_state": "sharded",
-    "scored_moment": "traits.eval_after",
-    "buffer_policies": "traits.buffers",
-    "schedule_uses_rounds": "traits.uses_total_rounds",
-    "mean_of_buffers": "traits.averages_own_buffers",
-    "download_buffers": "traits.averages_own_buffers",
-    "server_buffers": "buffers.of_models",
-    "num_models": "buffers.of_models",
-    "fixed_buffers": "buffers.keeping_averages",
-}
-"""Present names of members that a class may still have by their earlier names; they would have no effect."""
+OF_TWO_PHASES = ("needs_request", "client_request", "server_response")
+"""Hooks of `TwoPhaseMethod`, which a plain method does not call."""
+
+_TRAITS = TypeAdapter(Traits)
 
 NEEDS = {
     "network": "neither predict nor as_module of its own",
@@ -62,12 +36,16 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     for name in vars(kind):
         if name[0] == "_" or name in members or hasattr(super(kind, kind), name):
             continue
+        if name in OF_TWO_PHASES and kind.__module__ != base.__module__:
+            raise TypeError(f"{kind.__name__}.{name} is never called; derive the class from TwoPhaseMethod")
         near = difflib.get_close_matches(name, members, n=1, cutoff=0.79)
-        if name in RENAMED or near:
+        if name in Traits.__dataclass_fields__:
+            near = [f"traits.{name}"]
+        if near:
             raise TypeError(
-                f"{kind.__name__}.{name} is not a hook; did you mean {RENAMED.get(name) or near[0]}? If not, "
-                f"name it _{name}"
+                f"{kind.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
             )
+    _check_traits(kind)
     of_rule, of_module = (
         next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
     )
@@ -84,6 +62,16 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     names = [diagnostic.name for diagnostic in kind.diagnostics]
     if len(names) > len(set(names)):
         raise TypeError(f"{kind.__name__} has two diagnostics of one name: {', '.join(names)}")
+
+
+def _check_traits(kind: type[Any]) -> None:
+    """Raise TypeError for a value that a trait cannot have."""
+    try:
+        _TRAITS.validate_python(vars(kind.traits))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value = first["loc"][0], first["input"]
+        raise TypeError(f"{kind.__name__}.traits.{name} cannot be {value!r}: {first['msg']}") from None
 
 
 def check_settings(method: str, traits: Traits, context: Context) -> None:

@@ -89,6 +89,7 @@ class ClientGroup:
         self.round = round
         self._local = [worker.clients.index(client) for client in self.ids]
         self._written: Tensors = {}
+        self._versions: dict[str, int] = {}
         self.device = worker.device
         self._buffers = torch.empty(len(self.ids), 0, device=self.device)
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
@@ -117,18 +118,30 @@ class ClientGroup:
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         if not self._can_write:
-            raise TypeError(
-                f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train` "
-                "(new_client_model: inside `clients.temporary_state()`)"
-            )
+            raise self._not_writable(name)
         self._written[name] = value
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Make writes to the state raise TypeError inside the block."""
+        """Make writes to the state raise TypeError: at once, or at the end of the block those in place."""
         before, self._can_write = self._can_write, False
+        self._note_versions()
         yield
+        for name, rows in self._written.items():
+            if rows._version != self._versions.get(name, 0):
+                raise self._not_writable(name)
         self._can_write = before
+
+    def _note_versions(self) -> None:
+        """Note how often each tensor of the state was changed in place."""
+        self._versions = {name: rows._version for name, rows in self._written.items()}
+
+    @staticmethod
+    def _not_writable(name: str) -> TypeError:
+        return TypeError(
+            f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train` "
+            "(new_client_model: inside `clients.temporary_state()`)"
+        )
 
     @contextmanager
     def temporary_state(self, **state: Tensor) -> Iterator[None]:
@@ -138,6 +151,7 @@ class ClientGroup:
         self._written |= state
         yield
         self._can_write = before
+        self._note_versions()
 
     @property
     def kept(self) -> Tensors:

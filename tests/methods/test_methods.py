@@ -633,7 +633,9 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
         (FedAvg, "traits", FedAvg.traits.replace(predicts_by="rule"), "predicts_by=rule needs predict of"),
         (FedAvg, "trian", FedAvg.train, r"Mistaken\.trian is not a hook; did you mean train\? If not, name"),
         (FedAvg, "diagnostic", (), r"Mistaken\.diagnostic is not a hook; did you mean diagnostics\?"),
-        (FedAvg, "welcome", FedAvg.train, r"welcome is not a hook; did you mean new_client_download\?"),
+        (FedAvg, "client_request", FedAvg.train, "client_request is never called; derive the class from Two"),
+        (FedAvg, "traits", FedAvg.traits.replace(eval_after="trainig"), r"traits\.eval_after cannot be 'tra"),
+        (FedAvg, "traits", FedAvg.traits.replace(averages="theta"), r"traits\.averages cannot be 'theta': "),
         (
             FedAvg,
             "needs_body",
@@ -669,6 +671,21 @@ def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, sa
 
     with pytest.raises(TypeError, match=said):
         Run("method.name=local", "train.rounds=1", key, kind=type("Writes", (Local,), {hook: write}))
+
+
+def test_an_evaluation_cannot_write_the_state_of_clients_in_place() -> None:
+    def write(self: Local, clients: ClientGroup, *_: object) -> Message:
+        clients["theta"].add_(1)
+        return Message(per_client={"theta": clients["theta"]})
+
+    with pytest.raises(TypeError, match="cannot be written here"):
+        Run("method.name=local", "train.rounds=1", kind=type("Writes", (Local,), {"eval_model": write}))
+
+
+def test_averages_are_in_the_state_of_the_server() -> None:
+    kind = type("Other", (FedAvg,), {"traits": FedAvg.traits.replace(averages=("mean",))})
+    with pytest.raises(TypeError, match=r"Other\.traits\.averages names mean, which server_state does not"):
+        Run("method.name=fedavg", "train.rounds=1", kind=kind)
 
 
 def test_an_upload_without_a_model_says_what_is_missing() -> None:

@@ -101,6 +101,9 @@ def test_no_client_moves_the_mean_by_more_than_its_share() -> None:
     # of (3, 4) two fifths remain; the layer that stays does not count
     moved = (sent["theta"] - w)[:, :2]
     torch.testing.assert_close(moved, torch.tensor([[1.2, 1.6], [0.3, 0.4], [0.0, 0.0]]))
+    counted = up | Message(per_client={"counts": torch.ones(3, 2)}, num_clients=3)
+    with pytest.raises(TypeError, match=r"clients send counts, which privacy\.unit=client does not protect"):
+        uploads.clipped(Message(shared={"theta": w}, num_clients=3), counted)
 
 
 def noise_of_round(number: int, w: Tensor) -> Tensor:
