@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
-from hpcfl.config.keys import Config
-from hpcfl.config.own_code import check_options
+from hpcfl.config.keys import Config, flatten
+from hpcfl.config.load import allow_named
+from hpcfl.config.own_code import allow_files, check_options
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
@@ -37,8 +38,9 @@ def run(
     out: str | Path | None = None,
     fresh: bool = False,
     quiet: bool = False,
+    own_code: str | Path | Sequence[str | Path] = (),
 ) -> Run | None:
-    """Start a run in its folder, or resume it, as `hpcfl run` does; no report is written. Collective.
+    """Start a run in its folder, or resume it, as `hpcfl run` does. Collective.
 
     Rank 0 gives warnings to the logger `hpcfl`, and those of libraries to `py.warnings`; it prints them where
     `hpcfl` has no handler.
@@ -52,6 +54,8 @@ def run(
         out: run folder; default: runs/<name>.
         fresh: move an old run folder aside and start over.
         quiet: print nothing but warnings and errors.
+        own_code: Python files that may run if a YAML file names them (`method.path` and the like); those that
+            words and dictionaries name may run in any case.
 
     Returns:
         What `hpcfl.load_run` returns, also where a signal has stopped the run early; None on all ranks but 0.
@@ -61,23 +65,35 @@ def run(
         hpcfl.errors.StorageError: the run folder cannot be written.
     """
     with started_world(prints_warnings=not LOG.hasHandlers()) as world, ExitStack() as at_exit:
-        config = run_collectively(world, lambda: _config(settings, method, dataset))
+        config = run_collectively(world, lambda: _config(settings, method, dataset, own_code))
         stop = StopFlag()
         at_exit.callback(stop.restore)
         folder = Path("runs") / config.run_name() if out is None else Path(out)
-        run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet, is_cell=True)
+        run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet)
         return load_run(folder) if world.is_server else None
 
 
-def _config(settings: tuple[Setting, ...], method: str | type[Method] | None, dataset: Any) -> Config:
+def _config(
+    settings: tuple[Setting, ...],
+    method: str | type[Method] | None,
+    dataset: Any,
+    own_code: str | Path | Sequence[str | Path],
+) -> Config:
+    allow_files("own_code", own_code)
     tree: dict[str, Any] = {}
     for setting in settings:
         if isinstance(setting, Mapping):
+            allow_named(flatten(setting))
             tree = merge(tree, setting)
-        elif isinstance(setting, Path) or (setting.endswith((".yaml", ".yml")) and "=" not in setting):
+        elif isinstance(setting, str) and "=" in setting:
+            tree = merge(tree, [setting])
+        elif isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith((".yaml", ".yml"))):
             tree = merge(tree, read_keys(Path(setting)))
         else:
-            tree = merge(tree, [setting])
+            raise UserError(
+                f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a "
+                "dictionary of keys"
+            )
     if method is not None:
         tree = merge(tree, {"method.name": method if isinstance(method, str) else _add_method(method)})
     if dataset is not None:

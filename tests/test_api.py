@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
         run(keys, dataset=TensorDataset(1 - images, labels), out=tmp_path / "run")
 
 
+def test_a_run_has_its_page_and_may_be_started_in_a_thread(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run, "run.report=true", method=Halved, out=tmp_path / "run").result()
+    assert "halved" in (found.path / "report.html").read_text()
+
+
+def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
+    own, file = tmp_path / "mine.py", tmp_path / "config.yaml"
+    own.write_text("from hpcfl.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
+    file.write_text(f"method: {{path: {own}}}\n")
+    with pytest.raises(UserError, match=r"refused to run this Python file.*own_code="):
+        run(file, out=tmp_path / "run")
+    assert run(file, out=tmp_path / "run", own_code=own).config.method.name == "mine"
+    other = tmp_path / "other.py"
+    other.write_text(own.read_text().replace("Mine", "Other"))
+    assert run({"method": {"path": str(other)}}, out=tmp_path / "other").config.method.name == "other"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -139,6 +158,12 @@ def test_mistakes_are_one_line(options: dict[str, Any], said: str, tmp_path: Pat
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["config.json", ["train.rounds=3"], 3])
+def test_what_is_no_setting_is_refused(setting: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not a setting; give a YAML file, a word"):
+        hpcfl.run(setting, out=tmp_path / "run")
 
 
 def test_ranks_run_a_script_to_the_bits_of_one(tmp_path: Path, mpirun: Mpirun) -> None:

@@ -105,9 +105,7 @@ def merge(
         pairs = list(flatten(more).items())
     else:
         pairs = [_split(override) for override in more]
-        for key, value in pairs:
-            if key in OWN_KEYS and value is not None:
-                allow(key, str(value))
+        allow_named(dict(pairs))
     for key, value in pairs:
         _drop_foreign_options(changed, key, value, registries)
     for key, value in pairs:
@@ -121,6 +119,13 @@ def merge(
                 raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys; drop one")
         node[last] = value
     return changed
+
+
+def allow_named(keys: Mapping[str, Any]) -> None:
+    """Allow the user's own Python files that keys name to run (see `own_code.allow`)."""
+    for key in OWN_KEYS:
+        if keys.get(key) is not None:
+            allow(key, str(keys[key]))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ def allow(key: str, path: str) -> None:
         UserError: there is no such file.
     """
     _allowed.add(hashlib.sha256(_read(key, path)).digest())
+
+
+def allow_files(key: str, paths: str | Path | Sequence[str | Path]) -> None:
+    """Allow this process to run a file, or several; see `allow`."""
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        allow(key, str(path))
 
 
 def _read(key: str, path: str) -> bytes:

@@ -5,7 +5,6 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hpcfl.config.keys import ENVIRONMENT, Config, Layout, TrainConfig
-from hpcfl.config.own_code import allow
+from hpcfl.config.own_code import allow_files
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
@@ -66,8 +65,7 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
         UserError: there is no run, it is damaged, or its own code is missing, has changed, or is not allowed
         to run.
     """
-    for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
-        allow("own_code", str(file))
+    allow_files("own_code", own_code)
     run = Run(Path(path))
     # report errors of the configuration now
     _ = run.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -34,14 +35,16 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        """Install the handlers; only the main thread may do so."""
+        """Install the handlers; in another than the main thread, where Python has none, only time counts."""
         self._requests: list[int] = []
         self._last_request_s = 0.0
         end_time = os.environ.get("SLURM_JOB_END_TIME", "")
         # a monotonic clock: later changes of the system clock have no effect
         self._end_s = time.monotonic() + int(end_time) - time.time() if end_time.isdecimal() else None
         self._in_slurm = "SLURM_JOB_ID" in os.environ
-        self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = _STOP_SIGNALS if is_main else ()
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
     def agreed(self, world: Communicator, needed_s: float) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
