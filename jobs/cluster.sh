@@ -31,7 +31,7 @@ say() { echo "hpcfl job $job: $*"; }
 
 note() { cat "$HPCFL_JOB_NOTES/$1" 2>/dev/null; }
 
-# SLURM's controller may be away for a while, as when it is started anew: ask it again.
+# SLURM's controller may be away for a while, as when it restarts: ask it again.
 patiently() {
     local pause
     for pause in 1 2 4 8 16; do

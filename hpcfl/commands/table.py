@@ -31,7 +31,7 @@ A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
 
 MAX_NAMED = 12
-"""Of the cells that are missing, so many are named."""
+"""At most this many missing cells are named."""
 
 
 def run_table(arguments: Sequence[str], world: Communicator) -> bool:

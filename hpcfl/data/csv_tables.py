@@ -114,8 +114,7 @@ def _check_names(there: list[str], data: DataConfig, where: str) -> None:
         if name not in there:
             more = f" and {len(there) - MAX_NAMES} more" if len(there) > MAX_NAMES else ""
             raise UserError(
-                f"{where}: {key} names {name}, and there is no such column; there are: "
-                f"{', '.join(there[:MAX_NAMES])}{more}"
+                f"{where}: {key}: unknown column {name}; allowed: {', '.join(there[:MAX_NAMES])}{more}"
             )
         if name in keys:
             raise UserError(f"{where}: {key} names {name}, and so does {keys[name]}; name it once")

@@ -12,9 +12,10 @@ the other methods; with uniform weights, alpha_i = alpha as in the paper, and it
 
 Choices: g_i stays with the client, and is that of its last round. Momentum and weight decay act on the whole
 gradient; the authors' code has no momentum, weight decay 0.001, and clips gradients at norm 10
-(`train.clip=10`). The step of the server is no mean of models, so `server.optimiser` is refused. The
+(`train.clip=10`). The step of the server is not a mean of models, so `server.optimiser` is refused. The
 evaluated model is w (the authors' code scores the mean of theta_i before h is added). In the first round,
-clients train as FedProx's do with mu = alpha_i, and the server goes on from their mean by S/N of the way.
+clients train as FedProx's do with mu = alpha_i, and the server moves beyond their mean, by S/N of the mean's
+distance from w.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class FedDyn(FedAvg):
         server["theta"] = mean + server["h"]
 
     def strengths(self, num_samples: Tensor) -> Tensor:
-        """Return alpha_i [C, 1] of clients with so many training samples [C]."""
+        """Return alpha_i [C, 1] of clients with this many training samples [C]."""
         relative = num_samples.unsqueeze(1) / self.context.num_samples.double().mean()
         if self.params.weights == "uniform":
             relative = torch.ones_like(relative)

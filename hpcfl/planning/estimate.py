@@ -40,7 +40,7 @@ COPIES = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on so many ranks."""
+    """What a run takes on this many ranks."""
 
     nodes: int
     ranks: int
@@ -117,7 +117,7 @@ class Planner:
         return later, {name: first[name] + (self._train.rounds - 1) * later[name] for name in TRAFFIC}
 
     def on(self, ranks: int) -> Estimate:
-        """Return what a run takes on so many ranks."""
+        """Return what a run takes on this many ranks."""
         measured, rounds = self._measured, self._train.rounds
         # further workers have no clients
         num_workers = max(1, min(ranks - 1, max(self._num_clients, self._num_unseen)))

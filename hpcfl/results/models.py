@@ -198,7 +198,7 @@ class TrainedModels:
         if (x.dtype == np.uint8) != (data.dtype == "uint8"):
             allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
             raise UserError(
-                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, for that is done here"
+                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, because hpcfl does that"
             )
         return as_pixels(x, where)
 

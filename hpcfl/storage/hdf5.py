@@ -369,7 +369,7 @@ def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
     """Return the datasets of a group that are loaded again, in the order in which they were saved."""
     found = {name: group[name] for name in _decode(group.attrs["names"])}
     if any(isinstance(data, h5py.Group) or data.dtype.kind not in "biuf" for data in found.values()):
-        raise ValueError(f"{group.name} names what are no numbers")
+        raise ValueError(f"{group.name} names a dataset that does not hold numbers")
     return found
 
 

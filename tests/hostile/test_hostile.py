@@ -450,7 +450,10 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/loss", data=np.zeros((9, 3))), "other evaluations than the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
-        (replaced("personalised/theta", data=np.array([b"text"])), "names what are no numbers"),
+        (
+            replaced("personalised/theta", data=np.array([b"text"])),
+            "names a dataset that does not hold numbers",
+        ),
     ],
 )
 def test_what_no_run_writes_is_refused(

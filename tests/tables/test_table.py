@@ -634,7 +634,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         ("[0, 1]", "[]", "seeds=[] is invalid"),
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
-        ("rows:\n", "rows:\n  - fedprox\n", "fedprox is none of the rows; there are: none"),
+        ("rows:\n", "rows:\n  - fedprox\n", "unknown row fedprox; allowed: none"),
         ("[0, 1]", "[0, 1", "is not YAML"),
     ],
 )
@@ -658,7 +658,7 @@ def test_a_mistake_is_told_before_anything_starts(
         (["--part", "2"], "--part 2 is invalid"),
         (["--part"], "argument --part: expected one argument"),
         (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
-        (["--column", "a"], "--column a is none of the labels; there are: none"),
+        (["--column", "a"], "--column a is unknown; allowed: none"),
         (["--rounds", "0"], "train.rounds=0 is invalid"),
         (["--rounds", "x"], "--rounds: invalid int value: 'x'"),
         (["--seeds", "0;1"], "--seeds: invalid seeds value: '0;1'"),
