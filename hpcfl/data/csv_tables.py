@@ -140,9 +140,9 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
     ]
     if data.missing == "mean" and not no_mean:
         return frame.fillna(frame[counts.index].mean())
-    told = counts[no_mean] if data.missing == "mean" else counts
-    shown = ", ".join(f"{name} {count}" for name, count in told.head(MAX_NAMES).items())
-    more = f", and {len(told) - MAX_NAMES} more columns" if len(told) > MAX_NAMES else ""
+    unfilled = counts[no_mean] if data.missing == "mean" else counts
+    shown = ", ".join(f"{name} {count}" for name, count in unfilled.head(MAX_NAMES).items())
+    more = f", and {len(unfilled) - MAX_NAMES} more columns" if len(unfilled) > MAX_NAMES else ""
     allowed = "data.missing=drop leaves out such rows"
     if data.missing is None:
         allowed += ", data.missing=mean takes the mean of the column"

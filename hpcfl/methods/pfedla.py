@@ -167,7 +167,7 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         state = self._initial_models("whole", clients)
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             state[BUFFERS] = self.buffers.initial(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
@@ -189,7 +189,7 @@ class PFedLA(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
         rows = {"theta": self.models(server).mix(alpha)}
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(per_client=rows)
 
@@ -214,12 +214,12 @@ class PFedLA(Method):
         products = products.masked_fill(has_no_gradient.unsqueeze(-1), 0.0)
         self.learner.step(server, clients, -(alpha * products).sum(), leaves, retained)
         models.put(clients, arrived["theta"])
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             server[BUFFERS][index] = arrived[BUFFERS]
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         shared = {"models": server["theta"]}
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
@@ -245,7 +245,7 @@ class PFedLA(Method):
 
     def _mixture(self, clients: ClientGroup, down: Message, models: WholeRows, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             clients.replace_buffers(self.mix_buffers(alpha, down.shared["models_buffers"]))
         return models.mix(alpha)
 

@@ -43,7 +43,7 @@ class StopFlag:
         self._in_slurm = "SLURM_JOB_ID" in os.environ
         self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
 
-    def agreed(self, world: Communicator, needed_s: float) -> bool:
+    def is_requested(self, world: Communicator, needed_s: float) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
 
         Args:
