@@ -33,7 +33,7 @@ Change = Literal["crop", "flip"]
 Missing = Literal["mean", "drop"]
 ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 PrivacyUnit = Literal["client", "sample"]
-ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
+ServerOptimiserName = Literal["momentum", "adagrad", "adam", "yogi"]
 Sampling = Literal["size", "power_of_choice"]
 
 DEFAULT_TOPK_RATIO = 0.1
@@ -47,7 +47,7 @@ SHIFT_STRENGTHS: dict[ShiftKind, tuple[float, float]] = {
 """Default and largest `data.shift_strength` of each shift."""
 ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
 """Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
-SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
+SERVER_DEFAULTS: dict[ServerOptimiserName, dict[str, float]] = {
     "momentum": {"lr": 1.0, "beta1": 0.9},
     "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 1e-3},
     "adam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
@@ -390,7 +390,7 @@ class ServerConfig(Settings):
     Equations: `hpcfl/methods/_server_optimiser.py`.
     """
 
-    optimiser: Annotated[ServerOptimiser | None, means_null("none")] = None
+    optimiser: Annotated[ServerOptimiserName | None, means_null("none")] = None
     """How the server moves the model, or the part of one, that it averages; null or none: to the clients'
     mean. momentum (FedAvgM), adagrad, adam and yogi step along the mean difference of the clients to it
     (paper: Reddi et al., Algorithm 2). Refused by methods whose server averages nothing."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def read_table(data: DataConfig) -> Arrays:
+def read_csv_table(data: DataConfig) -> Arrays:
     """Read a CSV file with names of columns in its first line.
 
     Returns:

@@ -89,7 +89,7 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
     return y.astype(np.int64)
 
 
-def count_classes(y: np.ndarray, where: str) -> int:
+def num_classes_of(y: np.ndarray, where: str) -> int:
     """Return the largest label + 1; raise UserError, which begins with `where`, if it is implausible."""
     if y.min() > 0:
         raise UserError(

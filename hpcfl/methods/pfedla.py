@@ -58,16 +58,13 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._hypernetwork_state import HypernetworkState
 from hpcfl.methods.base import Context, Method, Params, State, Traits
-from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser
+from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.models.hypernetworks import HeadInit, HypernetworkOptimiser, Hypernetworks
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.client_group import ClientGroup
 
 LARGEST_UPDATE = "optimiser/largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
-HISTORY_LIMIT = 10_000
-"""Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
-more weights, it records only the weight that each client gives to its own model."""
 CHECKPOINT_LIMIT = 2**24
 """Largest number N*L*N of weights that checkpoints hold in full, for readers (64 MB); with more, they hold
 only the weight that each client gives to its own model. As many weights are computed at once."""
@@ -93,7 +90,7 @@ class PFedLAParams(Params):
     that all hypernetworks share, so that memory grows with N, not N^2; see `hpcfl.models.hypernetworks`."""
     rank: int = Field(16, ge=1)
     """Length of the codes that clients are scored by with `heads=low_rank`."""
-    optimiser: Optimiser = "scaled"
+    optimiser: HypernetworkOptimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
     divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads; `adam`
     ignores the scale of the products."""

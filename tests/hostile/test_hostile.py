@@ -39,7 +39,7 @@ from PIL import Image
 from hpcfl import load_run
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.client_files import read_leaf, read_pfllib
-from hpcfl.data.csv_tables import read_table
+from hpcfl.data.csv_tables import read_csv_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import BAD_INPUT, FINISHED, MAX_CHARACTERS, UserError, for_terminal
@@ -135,7 +135,7 @@ def csv_reader(folder: Path) -> Read:
         (folder / "x.csv").write_bytes(damaged_bytes(CSV_TABLE, draw))
         missing = draw.choice((None, "mean", "drop"))
         path = str(folder / "x.csv")
-        return read_table(DataConfig(path=path, target="y", categorical=["job"], missing=missing))
+        return read_csv_table(DataConfig(path=path, target="y", categorical=["job"], missing=missing))
 
     return read
 

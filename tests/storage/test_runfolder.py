@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from bits import read_csv, refused
+from bits import SECONDS, read_csv, refused
 
 from hpcfl import __version__
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
-from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
+from hpcfl.storage.ledger import METRICS, SPENT
 from hpcfl.storage.runfolder import _check_links
 
 N, ROUNDS = 4, 3
