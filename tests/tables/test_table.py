@@ -143,7 +143,7 @@ def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Pa
         trees = [yaml.safe_load((base / name / "config.yaml").read_text()) for base in (whole, tmp_path)]
         environments = [tree.pop(ENVIRONMENT) for tree in trees]
         assert trees[0] == trees[1]
-        assert environments[0]["command"].startswith("python -m hpcfl.main table ")
+        assert environments[0]["command"].startswith("hpcfl table ")
 
 
 def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
@@ -743,6 +743,6 @@ def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: 
     end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
     stopped = mpirun(2, *command, check=False, env=end)
     assert stopped.returncode == STOPPED
-    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
+    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 hpcfl table ")
     assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
     assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
