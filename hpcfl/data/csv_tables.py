@@ -87,7 +87,7 @@ def _read(path: str, where: str) -> pd.DataFrame:
 
 
 def _check_header(text: TextIO, where: str) -> None:
-    """Raise UserError for names of columns that pandas would change in silence."""
+    """Raise UserError for names of columns that pandas would change without a message."""
     names = next(csv.reader(text), [])
     for number, name in enumerate(names, 1):
         if not name.strip():

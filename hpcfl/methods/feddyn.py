@@ -5,8 +5,8 @@
     h       <- h + 1/N sum_{i in S} (theta_i - w)
     w       <- mean_{i in S} theta_i + h                                        (Algorithm 1)
 
-h is the paper's h over -alpha. g_i tends to the gradient of L_i at w, so that clients and server come to rest
-in one place. The mean over the cohort is plain. With `method.weights=samples`, alpha_i is alpha divided by
+h is the paper's h over -alpha. g_i tends to the gradient of L_i at w, so that clients and server converge to
+one point. The mean over the cohort is plain. With `method.weights=samples`, alpha_i is alpha divided by
 n_i / mean n, as in the authors' code, and the rest is a stationary point of sum_i n_i L_i, the objective of
 the other methods; with uniform weights, alpha_i = alpha as in the paper, and it is one of sum_i L_i.
 
@@ -47,9 +47,7 @@ class FedDynParams(Params):
 
 class FedDyn(FedAvg):
     name = "feddyn"
-    summary = (
-        "FedAvg with dynamic regularisation: a term in clients' losses lets all come to rest in one place"
-    )
+    summary = "FedAvg with dynamic regularisation: a term in clients' losses makes all converge to one point"
     privacy_units = ("sample",)
     Params = FedDynParams
     traits = FedAvg.traits.replace(averages=())

@@ -48,7 +48,7 @@ def _as_list(value: Any) -> Any:
 
 
 class Runs(FileKeys):
-    """A table that tells of a claim: which row is above which."""
+    """A table that tests a claim: which row is above which."""
 
     table: Text
     """Name of a table file, without .yaml."""
@@ -199,7 +199,7 @@ class Claims:
     tables: list[ResultFiles]
     """Of the paper in full."""
     smaller: list[ResultFiles]
-    """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
+    """Other tables that test its claims; a cell of the same labels stands in for one that is not run."""
 
     @property
     def has_results(self) -> bool:

@@ -1,4 +1,4 @@
-"""What finished cells' checkpoints tell over rounds, and the means that diagnostics.csv has of it.
+"""Diagnostics of finished cells over rounds, from their checkpoints, and their means for diagnostics.csv.
 
 Shapes: N clients, E evaluations, K classes.
 """

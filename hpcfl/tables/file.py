@@ -239,7 +239,7 @@ class TableFile(FileKeys):
     size: Text | None = None
     """How the table differs in size from what it stands for; printed above every output."""
     source: Text | None = None
-    """Where the published numbers stand."""
+    """Where the published numbers are from."""
     seeds: Annotated[list[Annotated[StrictInt, Field(ge=0)]], AfterValidator(_unique)] = Field(
         [], min_length=1
     )
@@ -249,11 +249,11 @@ class TableFile(FileKeys):
     """What all cells have in common."""
     columns: list[Annotated[Column, _or_label(Column)]] = Field([], min_length=1)
     sweep: Sweep | None = None
-    """In place of columns."""
+    """Instead of columns."""
     rows: list[Annotated[Row, _or_label(Row)]] = Field([], min_length=1)
     compare: list[Annotated[Pair, _as_pair]] | None = None
     show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
-    """Which quantities stand in the printed table."""
+    """The quantities of the printed table."""
     figure: Annotated[list[Drawing], _as_list] | None = Field(None, max_length=26)
     """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
 
