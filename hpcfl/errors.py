@@ -20,7 +20,7 @@ STOPPED = 75
 INTERRUPTED = 130
 """Exit code after Ctrl-C in a command that has no rounds."""
 BROKEN_PIPE = 141
-"""Exit code where whatever read a command's output wants no more of it, as in `hpcfl list | head`."""
+"""Exit code where the reader of a command's output has closed it, as in `hpcfl list | head`."""
 
 
 class UserError(Exception):

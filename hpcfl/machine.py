@@ -16,7 +16,7 @@ _LIMITS = (
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 """Linux control groups (cgroup versions 2 and 1) limit the memory of a group of processes, such as a job."""
-_GIVEN_BACK = ("inactive_file", "active_file")
+_RECLAIMABLE = ("inactive_file", "active_file")
 """Cached files: the kernel frees them when the group needs memory."""
 
 
@@ -89,7 +89,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 def _used(folder: Path, used: str, kind: str) -> int:
     count, stat = int((folder / used).read_text()), folder / "memory.stat"
     lines = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-    return count - sum(int(lines.get(kind + name, 0)) for name in _GIVEN_BACK)
+    return count - sum(int(lines.get(kind + name, 0)) for name in _RECLAIMABLE)
 
 
 def boot_id() -> str:

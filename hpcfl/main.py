@@ -38,17 +38,17 @@ from hpcfl.terminal import drop_buffered, print_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a simulation and return the exit code. Collective under mpirun."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    speaks = True
+    prints_errors = True
     try:
         with started_world() as world:
-            speaks = world.is_server
+            prints_errors = world.is_server
             name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
             if name == "run":
                 return _run(words, world)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
             return run_collectively(world, lambda: _command(name, words, world) if takes_part else FINISHED)
     except (UserError, StorageError) as error:
-        if speaks:
+        if prints_errors:
             print_line(f"hpcfl: error: {for_terminal(error)}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

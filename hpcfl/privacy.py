@@ -114,7 +114,7 @@ class PrivateUploads:
 
 
 def epsilon_after(privacy: PrivacyConfig, share: float, times: int) -> float:
-    """Return epsilon after so many noised sums, each over a random `share`; UserError without the extra.
+    """Return epsilon after this many noised sums, each over a random `share`; UserError without the extra.
 
     With `privacy.unit=client` these are rounds, and the participation.
     """

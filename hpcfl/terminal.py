@@ -117,7 +117,7 @@ class WarningHandler(logging.Handler):
             show(text)
 
     def forget(self) -> None:
-        """Show all texts anew."""
+        """Show all texts again."""
         self._texts.clear()
 
 

@@ -4,8 +4,8 @@
 #     source jobs/cluster.sh
 #     launch WORDS OF hpcfl ...; end_job $?
 #
-# LAUNCHER    mpirun (the default where there is one), srun, or a whole launcher such as LAUNCHER="mpiexec -n 9".
-# COMEBACKS   how often in a row a job comes back without a new round being saved (3).
+# LAUNCHER       mpirun (the default where there is one), srun, or a whole launcher such as LAUNCHER="mpiexec -n 9".
+# MAX_REQUEUES   how often in a row a job is requeued without a new round being saved (3).
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit
 export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
@@ -16,7 +16,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
 job=$SLURM_JOB_ID
 script=${SLURM_JOB_NAME:-hpcfl}
-most_comebacks=${COMEBACKS:-3}
+max_requeues=${MAX_REQUEUES:-3}
 stop_wanted=
 signals=0
 steps=0
@@ -31,7 +31,7 @@ say() { echo "hpcfl job $job: $*"; }
 
 note() { cat "$HPCFL_JOB_NOTES/$1" 2>/dev/null; }
 
-# SLURM's controller may be away for a while, as when it is started anew: ask it again.
+# SLURM's controller may be away for a while, as when it restarts: ask it again.
 patiently() {
     local pause
     for pause in 1 2 4 8 16; do
@@ -54,25 +54,25 @@ forget_old_jobs() {
 
 # Count the starts in a row without a new round; those that SLURM requeued by itself count too.
 count_start() {
-    comebacks=0
+    requeues=0
     if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ]; then
         # SLURM may have given the number before
         rm -f "$HPCFL_JOB_NOTES"/*
     elif [ "$(note saved)" = "$(note saved_before)" ]; then
-        comebacks=$(($(note comebacks) + 1))
+        requeues=$(($(note requeues) + 1))
     fi
     saved_before=$(note saved)
     echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before"
-    echo "$comebacks" >"$HPCFL_JOB_NOTES/comebacks"
-    if [ "$comebacks" -gt "$most_comebacks" ]; then
+    echo "$requeues" >"$HPCFL_JOB_NOTES/requeues"
+    if [ "$requeues" -gt "$max_requeues" ]; then
         give_up
         exit 1
     fi
 }
 
 give_up() {
-    say "came back $comebacks times in a row without a new round, and ends: a round and its checkpoint may take" \
-        "longer than the job may run. Give it more time (--time), and submit the same command again to resume" >&2
+    say "requeued $requeues times in a row without a new round, and ends: a round and its checkpoint may take longer" \
+        "than the job may run. Give it more time (--time), and submit the same command again to resume" >&2
 }
 
 # SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
@@ -130,7 +130,7 @@ choose_launcher() {
 }
 
 # mpirun passes SIGUSR1 on to the ranks with mpich and with openmpi (mpich dies of SIGUSR2, openmpi kills the ranks
-# at SIGTERM), and so does srun. SIGTERM is left alone: scancel sends it, and a cancelled job must not come back.
+# at SIGTERM), and so does srun. SIGTERM is left alone: scancel sends it, and a cancelled job must not be requeued.
 stop_soon() {
     stop_wanted=yes
     signals=$((signals + 1))
@@ -176,13 +176,13 @@ end_job() {
         rm -rf "$HPCFL_JOB_NOTES"
     fi
     if [ "$exit_code" -ne 75 ]; then exit "$exit_code"; fi
-    if [ "$(note saved)" = "$saved_before" ] && [ "$comebacks" -ge "$most_comebacks" ]; then
+    if [ "$(note saved)" = "$saved_before" ] && [ "$requeues" -ge "$max_requeues" ]; then
         give_up
         exit 75
     fi
     # scancel and SLURM's own requeue have taken the job over before the ranks have stopped
     if [ "$(patiently squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
-        say "stopped at a checkpoint (exit code 75), comes back"
+        say "stopped at a checkpoint (exit code 75), is requeued"
         patiently scontrol requeue "$job" && exit 0
     fi
     say "stopped at a checkpoint (exit code 75), not requeued; submit the same command again to resume" >&2

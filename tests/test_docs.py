@@ -193,7 +193,7 @@ FAULTS = {
         "test_a_plain_srun_is_refused_with_what_to_type test_every_type_of_srun_joins_the_ranks_or_is_refused"
     ),
     "a node without power, under SLURM": "test_slurm_requeues_a_job_whose_node_loses_its_power",
-    "a node that is started anew": "test_a_node_that_is_started_anew",
+    "a node that restarts": "test_a_node_that_is_started_anew",
     "a rank that stops answering, a node without power, a link that is cut": (
         "test_a_rank_that_stops_answering_is_named test_a_node_whose_link_is_cut_is_named_and_its_ranks_end "
         "test_a_link_that_the_network_gives_up_ends_the_run"

@@ -1,4 +1,4 @@
-"""How rounds scale with workers: measured part by part, with what a plan says of them beside it."""
+"""How rounds scale with workers: measured part by part, next to what a plan predicts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
 def _timed(
     world: Communicator, interconnect: Interconnect, rounds: int, method: str, workers: int, shares: int
 ) -> Timed | None:
-    """Time rounds on some workers, with as many clients as `shares` workers have; beside what a plan says.
+    """Time rounds on some workers, with the clients of `shares` workers, next to what a plan predicts.
 
     None on other ranks than 0. Collective.
     """

@@ -30,7 +30,7 @@ class Ratio:
     """The largest value that is good enough."""
     detail: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What it is made of, by name; ratios with the same names stand in a table of their own."""
+    """What it is made of, by name; ratios with the same names have a table of their own."""
 
     @property
     def holds(self) -> bool | None:

@@ -92,7 +92,7 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
 
 
 def context_of(num_clients: int, timed: Timed = LENET) -> Context:
-    """Return a run's context with so many clients of TRAIN_SAMPLES samples."""
+    """Return a run's context with this many clients of TRAIN_SAMPLES samples."""
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
     return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, train=TRAIN, seed=0)
 

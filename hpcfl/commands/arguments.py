@@ -76,7 +76,7 @@ def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...
 def command_line(words: Sequence[str], num_ranks: int) -> str:
     """Return the command line that runs hpcfl with these words on this many ranks."""
     launcher = ["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []
-    return shlex.join([*launcher, "python", "-m", "hpcfl.main", *words])
+    return shlex.join([*launcher, "hpcfl", *words])
 
 
 def client_of(text: str, *words: str) -> Any:

@@ -1,6 +1,6 @@
 """`hpcfl completion`: scripts that complete commands, options, keys and their values in a shell.
 
-shtab makes them of the commands' parsers. Keys are no part of a parser: a function in each shell knows them.
+shtab makes them of the commands' parsers. Keys are not part of a parser: a function in each shell knows them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _hpcfl_settings() {
 }
 """
 BASH_END = """
-# no space behind key= and folder/; files where nothing else fits, such as behind data.path=
+# no space after key= and folder/; files where nothing else fits, such as after data.path=
 _hpcfl() {
     _shtab_hpcfl
     [[ ${COMPREPLY[0]} != *[=/] ]] || compopt -o nospace 2>/dev/null

@@ -31,7 +31,7 @@ A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
 
 MAX_NAMED = 12
-"""Of the cells that are missing, so many are named."""
+"""At most this many missing cells are named."""
 
 
 def run_table(arguments: Sequence[str], world: Communicator) -> bool:
@@ -56,7 +56,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     if path is None:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
     part, num_parts = options.part
-    say = _speech(options.quiet)
+    say = _printer(options.quiet)
     with ExitStack() as at_exit:
         stop = StopFlag()
         at_exit.callback(stop.restore)
@@ -159,11 +159,11 @@ def _run_cells(
         cell = table.chosen[number]
         left = ""
         if done:
-            if stop.agreed(world, A_CELL_NEEDS_S):
+            if stop.is_requested(world, A_CELL_NEEDS_S):
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
-        _speech(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
+        _printer(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
         if world.is_server:
             _note(cell, is_running=True)
             write_job_note("cell", str(cell.folder))
@@ -226,7 +226,7 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     return missing
 
 
-def _speech(quiet: bool) -> Callable[[str], None]:
+def _printer(quiet: bool) -> Callable[[str], None]:
     """Return what prints a line at once, or nothing."""
     return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
 

@@ -165,7 +165,7 @@ class Channel:
         return _Placement(self.workers(cohort), self._world.num_workers, self._world.worker_index)
 
     def _frames(self, message: Message) -> list[Frame]:
-        return [Frame.of(message, name, self._layers) for name in message.names]
+        return [Frame.from_message(message, name, self._layers) for name in message.names]
 
     def _broadcast(self, frame: Frame, row: Tensor | None, codec: Codec) -> Tensor:
         """Return the server's row [1, ...] of a shared tensor on every rank. Collective."""

@@ -66,7 +66,7 @@ class Frame:
     """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
 
     @staticmethod
-    def of(message: Message, name: str, layers: Sequence[Layer]) -> Frame:
+    def from_message(message: Message, name: str, layers: Sequence[Layer]) -> Frame:
         """Describe a tensor of a message, as if the clients received nothing before."""
         is_shared, mask = name in message.shared, message.layer_mask.get(name)
         tensor = message.shared[name] if is_shared else message.per_client[name]

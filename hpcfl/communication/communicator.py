@@ -112,7 +112,7 @@ class Communicator:
         self._heartbeat: Heartbeat | None = None
 
     def limit_messages(self, max_elements: int) -> None:
-        """From now on, hold at most so many elements a piece; call it on all ranks."""
+        """From now on, hold at most this many elements a piece; call it on all ranks."""
         self.max_elements = max_elements
 
     def begin_phase(self, phase: str) -> None:

@@ -64,7 +64,7 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
     """
     traffic = Traffic.nothing(message.num_clients, len(layers))
     for name in message.names:
-        frame = Frame.of(message, name, layers)
+        frame = Frame.from_message(message, name, layers)
         for piece in message.pieces.get(name) or IDENTITY.pieces(frame):
             count = piece.dtype.itemsize * piece.numbers().numpy()
             if name == BUFFERS:

@@ -21,7 +21,7 @@ Keys = TypeVar("Keys", bound="FileKeys")
 
 
 class FileKeys(Settings):
-    """Keys of a file that is no configuration, such as a table."""
+    """Keys of a file that is not a configuration, such as a table."""
 
     @model_validator(mode="before")
     @classmethod

@@ -33,7 +33,7 @@ Change = Literal["crop", "flip"]
 Missing = Literal["mean", "drop"]
 ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 PrivacyUnit = Literal["client", "sample"]
-ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
+ServerOptimiserName = Literal["momentum", "adagrad", "adam", "yogi"]
 Sampling = Literal["size", "power_of_choice"]
 
 DEFAULT_TOPK_RATIO = 0.1
@@ -47,7 +47,7 @@ SHIFT_STRENGTHS: dict[ShiftKind, tuple[float, float]] = {
 """Default and largest `data.shift_strength` of each shift."""
 ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
 """Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
-SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
+SERVER_DEFAULTS: dict[ServerOptimiserName, dict[str, float]] = {
     "momentum": {"lr": 1.0, "beta1": 0.9},
     "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 1e-3},
     "adam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
@@ -109,7 +109,7 @@ class DataConfig(Settings):
     """What is done where source `csv` lacks values. drop: such rows are left out. mean: a missing number is
     the mean of its column over all rows. Default: they are refused."""
     client_column: str | None = None
-    """Column of source `csv` with the client of each row, for `data.partition.name=given`; it is no
+    """Column of source `csv` with the client of each row, for `data.partition.name=given`; it is not a
     feature."""
     image_size: int | None = Field(None, ge=1)
     """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
@@ -189,7 +189,7 @@ class TrainConfig(Settings):
     rounds: int = Field(30, ge=1)
     """Number of communication rounds."""
     patience: int | None = Field(None, ge=1)
-    """The run ends after so many evaluations in a row without a higher mean accuracy on validation samples
+    """The run ends after this many evaluations in a row without a higher mean accuracy on validation samples
     (`data.val_fraction`), which each evaluation then scores too: the column `accuracy_val` of metrics.csv.
     Evaluations are `run.eval_every` rounds apart. Default: all rounds are done."""
     participation: float = Field(1.0, gt=0, le=1)
@@ -229,7 +229,7 @@ class TrainConfig(Settings):
     """L2 penalty's factor in the gradient; with adamw decoupled from it: weights shrink by `train.lr` times
     this factor at each step."""
     optimiser: Annotated[Optimiser | None, means_null("sgd")] = None
-    """Local optimiser, whose state starts anew each round; null or sgd: SGD. adam and adamw step as
+    """Local optimiser, whose state starts from zero each round; null or sgd: SGD. adam and adamw step as
     torch.optim's do. What a method moves with a learning rate of its own beside models, such as the mixing
     weight of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
     beta1: float | None = Field(None, ge=0, lt=1)
@@ -390,7 +390,7 @@ class ServerConfig(Settings):
     Equations: `hpcfl/methods/_server_optimiser.py`.
     """
 
-    optimiser: Annotated[ServerOptimiser | None, means_null("none")] = None
+    optimiser: Annotated[ServerOptimiserName | None, means_null("none")] = None
     """How the server moves the model, or the part of one, that it averages; null or none: to the clients'
     mean. momentum (FedAvgM), adagrad, adam and yogi step along the mean difference of the clients to it
     (paper: Reddi et al., Algorithm 2). Refused by methods whose server averages nothing."""

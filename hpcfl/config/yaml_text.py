@@ -18,7 +18,7 @@ class _Loader(_SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for number, key in enumerate(keys):
             if key in keys[:number]:
-                raise ValueError(f"line {node.start_mark.line + 1}: {key} is there twice; keep one")
+                raise ValueError(f"line {node.start_mark.line + 1}: duplicate key {key}; keep one")
         return super().construct_mapping(node, deep)
 
 

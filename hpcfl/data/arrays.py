@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcfl.data.npz import are_tokens, as_labels, as_pixels, as_tokens, count_classes
+from hpcfl.data.npz import are_tokens, as_labels, as_pixels, as_tokens, num_classes_of
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType
 
@@ -104,7 +104,7 @@ def pool_of(
 
     Raises UserError, which begins with `where`, if a token or label is not plausible.
     """
-    classes = count_classes(y, where)
+    classes = num_classes_of(y, where)
     if are_tokens(x):
         x, vocabulary = as_tokens(x, where, vocabulary)
         return Arrays(x, y, classes, 1.0, (), (), owner, is_test, vocabulary)

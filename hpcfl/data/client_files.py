@@ -310,5 +310,5 @@ class _NumpyUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         called = f"{module}.{name}"
         if called not in _STAND_INS:
-            raise UserError(f"{self.where}: refused, since it wants to run code ({called}); {_MAKE_PFLLIB}")
+            raise UserError(f"{self.where}: refused, because it would run code ({called}); {_MAKE_PFLLIB}")
         return _STAND_INS[called]

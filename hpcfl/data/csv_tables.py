@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def read_table(data: DataConfig) -> Arrays:
+def read_csv_table(data: DataConfig) -> Arrays:
     """Read a CSV file with names of columns in its first line.
 
     Returns:
@@ -87,7 +87,7 @@ def _read(path: str, where: str) -> pd.DataFrame:
 
 
 def _check_header(text: TextIO, where: str) -> None:
-    """Raise UserError for names of columns that pandas would change in silence."""
+    """Raise UserError for names of columns that pandas would change without a message."""
     names = next(csv.reader(text), [])
     for number, name in enumerate(names, 1):
         if not name.strip():
@@ -114,8 +114,7 @@ def _check_names(there: list[str], data: DataConfig, where: str) -> None:
         if name not in there:
             more = f" and {len(there) - MAX_NAMES} more" if len(there) > MAX_NAMES else ""
             raise UserError(
-                f"{where}: {key} names {name}, and there is no such column; there are: "
-                f"{', '.join(there[:MAX_NAMES])}{more}"
+                f"{where}: {key}: unknown column {name}; allowed: {', '.join(there[:MAX_NAMES])}{more}"
             )
         if name in keys:
             raise UserError(f"{where}: {key} names {name}, and so does {keys[name]}; name it once")
@@ -141,9 +140,9 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
     ]
     if data.missing == "mean" and not no_mean:
         return frame.fillna(frame[counts.index].mean())
-    told = counts[no_mean] if data.missing == "mean" else counts
-    shown = ", ".join(f"{name} {count}" for name, count in told.head(MAX_NAMES).items())
-    more = f", and {len(told) - MAX_NAMES} more columns" if len(told) > MAX_NAMES else ""
+    unfilled = counts[no_mean] if data.missing == "mean" else counts
+    shown = ", ".join(f"{name} {count}" for name, count in unfilled.head(MAX_NAMES).items())
+    more = f", and {len(unfilled) - MAX_NAMES} more columns" if len(unfilled) > MAX_NAMES else ""
     allowed = "data.missing=drop leaves out such rows"
     if data.missing is None:
         allowed += ", data.missing=mean takes the mean of the column"

@@ -23,7 +23,7 @@ class LabelNoise:
     seed: int
 
     @staticmethod
-    def of(data: DataConfig, seed: int, num_clients: int, num_classes: int) -> LabelNoise | None:
+    def from_config(data: DataConfig, seed: int, num_clients: int, num_classes: int) -> LabelNoise | None:
         """Return the noise of a run with N clients, unseen ones included; None if it has none."""
         if data.label_noise is None or num_classes < 2:
             return None

@@ -89,12 +89,12 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
     return y.astype(np.int64)
 
 
-def count_classes(y: np.ndarray, where: str) -> int:
+def num_classes_of(y: np.ndarray, where: str) -> int:
     """Return the largest label + 1; raise UserError, which begins with `where`, if it is implausible."""
     if y.min() > 0:
         raise UserError(
             f"{where}: y holds labels {y.min()}..{y.max()}, and classes count from 0; give "
-            "numpy.unique(y, return_inverse=True)[1] in place of y"
+            "numpy.unique(y, return_inverse=True)[1] instead of y"
         )
     if y.min() < 0 or y.max() >= len(y):
         raise UserError(
@@ -139,7 +139,7 @@ def read_arrays(
                 )
             found = {name: archive[name] for name in (*names, *others) if name in there}
             if not all(isinstance(array, np.ndarray) for array in found.values()):
-                raise ValueError("a member is no array")
+                raise ValueError("a member is not an array")
             return found
     except UserError:
         raise

@@ -161,7 +161,7 @@ def neighbours_counts(request: Request, options: NeighboursOptions) -> IntArray:
     largest = min(num_owned, num_classes - num_owned)
     if step > largest:
         raise UserError(
-            f"data.partition.changed_classes={step}: not possible with {num_classes} classes and "
+            f"data.partition.changed_classes={step}: invalid with {num_classes} classes and "
             f"data.partition.classes_per_client={num_owned}; allowed: 1..{largest}"
         )
     ring = numpy_stream(request.seed, "partition/neighbours").permutation(num_classes)
@@ -196,7 +196,7 @@ def target_counts(request: Request, options: TargetOptions) -> IntArray:
     fewest = max(0, 2 * num_owned - num_classes)
     if not fewest <= num_similar <= num_owned:
         raise UserError(
-            f"data.partition.similar_classes={num_similar}: not possible with {num_classes} classes and "
+            f"data.partition.similar_classes={num_similar}: invalid with {num_classes} classes and "
             f"data.partition.classes_per_client={num_owned}; allowed: {fewest}..{num_owned}"
         )
     rng = numpy_stream(request.seed, "partition/target")

@@ -93,10 +93,10 @@ def partition(name: str, options: PartitionOptions, y: IntArray, request: Reques
     assert kind.counts is not None
     counts = kind.counts(request, options)
     _check_wrong_table(name, counts, request)
-    dealt = _assign_samples(y, counts, request.seed)
+    samples = _assign_samples(y, counts, request.seed)
     if not kind.stratified:
-        dealt = [[_shuffled(np.concatenate(by_class), request.seed, i)] for i, by_class in enumerate(dealt)]
-    parts = [_split(samples, request) for samples in dealt]
+        samples = [[_shuffled(np.concatenate(arrays), request.seed, i)] for i, arrays in enumerate(samples)]
+    parts = [_split(arrays, request) for arrays in samples]
     _check_empty(parts, request, kind.remedy)
     return parts
 
@@ -327,32 +327,32 @@ def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
         raise UserError(f"{place} is {found}; it must be int64 [clients, classes], here {shape}")
     if counts.min() < 0:
         raise UserError(f"{place} has the count {counts.min()}; allowed: 0 or more")
-    dealt = counts.sum(axis=0)
-    for label in np.flatnonzero(dealt > request.sizes)[:1]:
+    totals = counts.sum(axis=0)
+    for label in np.flatnonzero(totals > request.sizes)[:1]:
         raise UserError(
-            f"{place} has {dealt[label]} samples of class {label}; allowed: up to {request.sizes[label]}"
+            f"{place} has {totals[label]} samples of class {label}; allowed: up to {request.sizes[label]}"
         )
 
 
 def _assign_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
     """Assign the shuffled samples of each class in client order; return indices as [client][class]."""
     ends = np.cumsum(counts, axis=0)
-    dealt: list[list[IntArray]] = [[] for _ in counts]
+    assigned: list[list[IntArray]] = [[] for _ in counts]
     for label in range(counts.shape[1]):
         shuffled = numpy_stream(seed, f"partition/class{label}").permutation(np.flatnonzero(y == label))
         for client, end in enumerate(ends[:, label]):
-            dealt[client].append(shuffled[end - counts[client, label] : end])
-    return dealt
+            assigned[client].append(shuffled[end - counts[client, label] : end])
+    return assigned
 
 
 def _shuffled(samples: IntArray, seed: int, client: int) -> IntArray:
     return numpy_stream(seed, "partition/split", client=client).permutation(samples)
 
 
-def _split(dealt: Sequence[IntArray], split: Split) -> ClientIndices:
+def _split(arrays: Sequence[IntArray], split: Split) -> ClientIndices:
     """Split each of the arrays in proportion, and join the parts."""
     train, val, test = [], [], []
-    for samples in dealt:
+    for samples in arrays:
         num_kept = round_half_up((1 - split.test_fraction) * len(samples))
         trained, validated = _cut_validation(samples[:num_kept], split)
         train.append(trained)

@@ -90,7 +90,7 @@ def shift_of(data: DataConfig, seed: int, num_clients: int) -> Shift | None:
 
 
 def check_shift(data: DataConfig, sample: SampleType) -> None:
-    """Raise UserError if samples that are no images shall be shifted."""
+    """Raise UserError if `data.shift` is set and the samples are not images."""
     if data.shift is not None and sample.kind != "images":
         raise UserError(
             f"data.shift={data.shift} changes images, and the data are {sample}; set data.shift=null"

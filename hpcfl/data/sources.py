@@ -19,7 +19,7 @@ from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
-from hpcfl.data.csv_tables import read_table
+from hpcfl.data.csv_tables import read_csv_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
@@ -118,7 +118,7 @@ SOURCES: dict[str, Source] = {
         "your own table; data.path, data.target=column of the class, data.categorical, data.missing, "
         "data.client_column; needs pandas",
         path_names="FILE.csv",
-        reader=read_table,
+        reader=read_csv_table,
         partition="dirichlet",
     ),
     "domains": Source(

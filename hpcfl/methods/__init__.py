@@ -19,7 +19,7 @@ def _find(name: str) -> type[Method]:
 
 
 _OTHERS = {"adapter", "base", "buffers", "checks", "context", "diagnostics", "traits"}
-"""Files that are no methods."""
+"""Files that are not methods."""
 
 METHODS: dict[str, type[Method]] = {
     module.name: _find(module.name)

@@ -14,8 +14,8 @@ from torch import Tensor
 from hpcfl.methods.base import State
 from hpcfl.models.hypernetworks import (
     HeadInit,
+    HypernetworkOptimiser,
     Hypernetworks,
-    Optimiser,
     descend,
     initial_moments,
     moment_names,
@@ -31,7 +31,7 @@ class HypernetworkState:
     """Names, outputs and steps of the hypernetworks in the server's state."""
 
     shape: Hypernetworks
-    optimiser: Optimiser
+    optimiser: HypernetworkOptimiser
     lr: float
 
     def initial(self, seed: int, head_init: HeadInit) -> State:

@@ -14,9 +14,6 @@ from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 from hpcfl.training.client_group import ClientGroup
 
-HISTORY_LIMIT = 10_000
-"""Largest number N*N of entries that the history records (100 MB for 2,500 evaluations)."""
-
 
 class ModelBank(OwnModel):
     """Each client keeps its own model; the server stores the last upload of each client in `models` [N, P].

@@ -26,7 +26,7 @@ class Buffers:
 
     local: each client keeps its own. average: the server averages what clients send. mixed: clients send
     theirs, and the method mixes them. The adapter calls `in_server`, `in_clients`, `in_download`, `receive`,
-    `keep`, `mean` and `beside`.
+    `keep`, `mean` and `add_to`.
     """
 
     policy: BufferPolicy
@@ -42,7 +42,7 @@ class Buffers:
         """Return the same for clients that get and train `count` models each."""
         return replace(self, num_models=count)
 
-    def are(self, policy: BufferPolicy) -> bool:
+    def has_policy(self, policy: BufferPolicy) -> bool:
         """Return whether there are running statistics, with this policy."""
         return self.policy == policy and self.layout.buffer_size > 0
 
@@ -53,22 +53,22 @@ class Buffers:
 
     def keeping_averages(self, clients: ClientGroup) -> AbstractContextManager[None]:
         """Discard updates of averaged statistics inside the block, while another part of a model adapts."""
-        return clients.discarding_buffer_updates() if self.are("average") else nullcontext()
+        return clients.discarding_buffer_updates() if self.has_policy("average") else nullcontext()
 
     def in_server(self, state: Tensors) -> Tensors:
         """Return the averages at the start, unless there are none or the server's state has them already."""
-        if BUFFERS in state or not self.are("average"):
+        if BUFFERS in state or not self.has_policy("average"):
             return {}
         buffers = self.initial()
         return {BUFFERS: buffers if self.num_models is None else buffers.repeat(self.num_models, 1)}
 
     def in_clients(self, clients: Sequence[int]) -> Tensors:
         """Return what the state of some clients has of them at the start."""
-        return {BUFFERS: self.initial(clients)} if self.are("local") else {}
+        return {BUFFERS: self.initial(clients)} if self.has_policy("local") else {}
 
     def in_download(self, message: Message, server: Tensors) -> Message:
         """Return a download with the averages, unless the method has put statistics there."""
-        if BUFFERS in message or not self.are("average"):
+        if BUFFERS in message or not self.has_policy("average"):
             return message
         return message | Message(shared={BUFFERS: server[BUFFERS]}, num_clients=message.num_clients)
 
@@ -90,18 +90,18 @@ class Buffers:
 
     def keep(self, clients: ClientGroup, up: Message) -> None:
         """Put the statistics of a trained group into its state, or into its upload."""
-        if self.are("local"):
+        if self.has_policy("local"):
             clients[BUFFERS] = clients.buffers
         elif self.layout.buffer_size:
             up.per_client[BUFFERS] = clients.buffers
 
     def mean(self, up: Upload, cohort: Cohort) -> Tensors:
         """Return the server's new averages; {} if there are none, or `aggregate` averages. Collective."""
-        if not self.are("average") or self.are_averaged_by_method:
+        if not self.has_policy("average") or self.are_averaged_by_method:
             return {}
         return weighted_means(up, {BUFFERS: cohort.num_samples})
 
-    def beside(self, models: Message, clients: ClientGroup) -> Message:
+    def add_to(self, models: Message, clients: ClientGroup) -> Message:
         """Return a group's models with their statistics.
 
         These are shared if the models have a shared part and the server averages; otherwise there is one row

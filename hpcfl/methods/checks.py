@@ -114,7 +114,7 @@ def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, b
             f"{key} needs a model without BatchNorm, which mixes the samples of a mini-batch, and model."
             f"name={context.model_name} has it here; use another, such as model.batchnorm=false"
         )
-    if buffers.are("average"):
+    if buffers.has_policy("average"):
         raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")
 
 

@@ -87,7 +87,7 @@ class ClusteredFL(Method):
 
     def server_state(self) -> State:
         clients, size = self.context.num_clients, self.layout.size
-        buffers = {BUFFERS: self.buffers.initial().unsqueeze(0)} if self.buffers.are("average") else {}
+        buffers = {BUFFERS: self.buffers.initial().unsqueeze(0)} if self.buffers.has_policy("average") else {}
         return buffers | {
             "theta": self.context.initial_parameters().unsqueeze(0),
             "cluster": torch.zeros(clients, dtype=torch.int64),
@@ -162,9 +162,9 @@ class ClusteredFL(Method):
         members = (server["cluster"] == number).nonzero().squeeze(1)
         if len(members) <= 2:
             return f"it parts three clients or more, and there are {len(members)}"
-        unheard = len(members) - int(server["is_known"][members].sum())
-        if unheard:
-            return f"a cluster waits until all its clients have trained, and {unheard} never did"
+        untrained = len(members) - int(server["is_known"][members].sum())
+        if untrained:
+            return f"a cluster waits until all its clients have trained, and {untrained} never did"
         updates = server["updates"][members]
         mean, longest = updates.mean(dim=0).norm(), updates.norm(dim=1).max()
         # `not <` and `not >`: with a diverged client the norms are nan, and the cluster must not split

@@ -37,8 +37,8 @@ class Context:
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
-        nobody = num_samples.new_empty(0)
-        self.num_samples_of_unseen = nobody if num_samples_of_unseen is None else num_samples_of_unseen
+        none = num_samples.new_empty(0)
+        self.num_samples_of_unseen = none if num_samples_of_unseen is None else num_samples_of_unseen
         """Training samples of each client that takes no part in training, int64 [U]; a method needs it only
         to check for too few samples."""
         self.num_clients = len(num_samples)

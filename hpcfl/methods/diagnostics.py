@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+HISTORY_LIMIT = 10_000
+"""Largest number of entries, such as N*N, of a diagnostic that the history records in full (below 100 MB for
+2,500 evaluations)."""
+
 
 @dataclass(frozen=True)
 class Diagnostic:

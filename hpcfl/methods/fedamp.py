@@ -29,9 +29,9 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
+from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
-from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
 

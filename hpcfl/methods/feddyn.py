@@ -5,16 +5,17 @@
     h       <- h + 1/N sum_{i in S} (theta_i - w)
     w       <- mean_{i in S} theta_i + h                                        (Algorithm 1)
 
-h is the paper's h over -alpha. g_i tends to the gradient of L_i at w, so that clients and server come to rest
-in one place. The mean over the cohort is plain. With `method.weights=samples`, alpha_i is alpha divided by
+h is the paper's h over -alpha. g_i tends to the gradient of L_i at w, so that clients and server converge to
+one point. The mean over the cohort is plain. With `method.weights=samples`, alpha_i is alpha divided by
 n_i / mean n, as in the authors' code, and the rest is a stationary point of sum_i n_i L_i, the objective of
 the other methods; with uniform weights, alpha_i = alpha as in the paper, and it is one of sum_i L_i.
 
 Choices: g_i stays with the client, and is that of its last round. Momentum and weight decay act on the whole
 gradient; the authors' code has no momentum, weight decay 0.001, and clips gradients at norm 10
-(`train.clip=10`). The step of the server is no mean of models, so `server.optimiser` is refused. The
+(`train.clip=10`). The step of the server is not a mean of models, so `server.optimiser` is refused. The
 evaluated model is w (the authors' code scores the mean of theta_i before h is added). In the first round,
-clients train as FedProx's do with mu = alpha_i, and the server goes on from their mean by S/N of the way.
+clients train as FedProx's do with mu = alpha_i, and the server moves beyond their mean, by S/N of the mean's
+distance from w.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class FedDynParams(Params):
 
 class FedDyn(FedAvg):
     name = "feddyn"
-    summary = (
-        "FedAvg with dynamic regularisation: a term in clients' losses lets all come to rest in one place"
-    )
+    summary = "FedAvg with dynamic regularisation: a term in clients' losses makes all converge to one point"
     privacy_units = ("sample",)
     Params = FedDynParams
     traits = FedAvg.traits.replace(averages=())
@@ -79,7 +78,7 @@ class FedDyn(FedAvg):
         server["theta"] = mean + server["h"]
 
     def strengths(self, num_samples: Tensor) -> Tensor:
-        """Return alpha_i [C, 1] of clients with so many training samples [C]."""
+        """Return alpha_i [C, 1] of clients with this many training samples [C]."""
         relative = num_samples.unsqueeze(1) / self.context.num_samples.double().mean()
         if self.params.weights == "uniform":
             relative = torch.ones_like(relative)

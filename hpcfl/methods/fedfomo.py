@@ -33,9 +33,9 @@ from torch import Tensor
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
+from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
-from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import sample_losses

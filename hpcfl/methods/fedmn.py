@@ -234,10 +234,10 @@ class FedMN(TwoPhaseMethod):
         gradient = self._gradient(clients, clients.scratch)
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
         if not self.needs_request(clients.round):
-            for statistics in clients.buffers if self.buffers.are("local") else ():
+            for statistics in clients.buffers if self.buffers.has_policy("local") else ():
                 self._copy_body(self.layout.buffer_views(statistics))
         elif self.params.order == "chain":
-            statistics = {BUFFERS: clients.buffers[0]} if self.buffers.are("average") else {}
+            statistics = {BUFFERS: clients.buffers[0]} if self.buffers.has_policy("average") else {}
             clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
         return Message(per_client={"theta": theta}, layer_mask={"theta": mask})
 
@@ -318,7 +318,7 @@ class FedMN(TwoPhaseMethod):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
-        if self.buffers.are("local"):
+        if self.buffers.has_policy("local"):
             # a new client has no running statistics, and gradients find them
             gradient = self.local_gradient(clients, model) or clients.plain_gradient
             for batch in clients.batches("statistics", augmented=False):

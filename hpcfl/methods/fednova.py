@@ -49,6 +49,6 @@ class FedNova(FedAvg):
 
 
 def sum_of_factors(steps: Tensor, momentum: float) -> Tensor:
-    """Return |a_i| [S], float64, of so many steps [S] with a momentum that starts from zero."""
+    """Return |a_i| [S], float64, of this many steps [S] with a momentum that starts from zero."""
     count = steps.double()
     return (count - momentum * (1 - momentum**count) / (1 - momentum)) / (1 - momentum)

@@ -52,7 +52,7 @@ from hpcfl.training.client_group import ClientGroup
 
 SETTLED = 1e-10
 """Weights that move by less in a step are found."""
-MOST_STEPS = 5_000
+MAX_STEPS = 5_000
 """Most steps of the solver; a few hundred are usual."""
 
 
@@ -173,7 +173,7 @@ def least_on_simplex(matrix: Tensor, linear: Tensor) -> Tensor:
     step = 1 / matrix.abs().sum(dim=1).max().clamp(min=torch.finfo(matrix.dtype).tiny)
     points = torch.full_like(linear, 1 / len(matrix))
     ahead, age = points, torch.ones(len(linear), 1, dtype=matrix.dtype)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         following = project_to_simplex(ahead - step * (ahead @ matrix - linear))
         moved = following - points
         if not (moved.abs() > SETTLED).any():

@@ -51,8 +51,8 @@ from hpcfl.training.losses import body_features
 
 GRID = 11
 """Values that beta_i is chosen among: from 0 to 1 in equal steps."""
-EPSILON = 1e-4
-"""Regularisation of covariances and class shares."""
+REGULARISATION = 1e-4
+"""Regularisation epsilon of covariances and class shares."""
 FEW = 2
 """Most samples of a class whose own mean is not used."""
 
@@ -169,15 +169,15 @@ class PFedFDA(FedAvg):
     def head(self, gaussians: Gaussians, priors: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [K, F] and biases [K] of linear discriminant analysis, given pi [K]."""
         means, covariance = gaussians
-        shrunk = (1 - EPSILON) * covariance
-        shrunk.diagonal().add_(EPSILON * covariance.diagonal().mean())
+        shrunk = (1 - REGULARISATION) * covariance
+        shrunk.diagonal().add_(REGULARISATION * covariance.diagonal().mean())
         # of a client that has diverged the result is nan, and no error
         weights = torch.linalg.solve_ex(shrunk, means.T).result.T
         return weights, priors.log() - (means * weights).sum(dim=1) / 2
 
     def priors(self, y: Tensor) -> Tensor:
         """Return pi, float64 [K], of a client's labels [n]."""
-        shares = one_hot(y, self.context.num_classes).double().mean(dim=0) + EPSILON
+        shares = one_hot(y, self.context.num_classes).double().mean(dim=0) + REGULARISATION
         return shares / shares.sum()
 
     def _with_heads(self, clients: ClientGroup, theta: Tensor, means: Tensor, covariances: Tensor) -> Tensor:

@@ -31,10 +31,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank, rows_among
+from hpcfl.methods._model_bank import ModelBank, rows_among
 from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
 

@@ -58,16 +58,13 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._hypernetwork_state import HypernetworkState
 from hpcfl.methods.base import Context, Method, Params, State, Traits
-from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser
+from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.models.hypernetworks import HeadInit, HypernetworkOptimiser, Hypernetworks
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.client_group import ClientGroup
 
 LARGEST_UPDATE = "optimiser/largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
-HISTORY_LIMIT = 10_000
-"""Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
-more weights, it records only the weight that each client gives to its own model."""
 CHECKPOINT_LIMIT = 2**24
 """Largest number N*L*N of weights that checkpoints hold in full, for readers (64 MB); with more, they hold
 only the weight that each client gives to its own model. As many weights are computed at once."""
@@ -93,7 +90,7 @@ class PFedLAParams(Params):
     that all hypernetworks share, so that memory grows with N, not N^2; see `hpcfl.models.hypernetworks`."""
     rank: int = Field(16, ge=1)
     """Length of the codes that clients are scored by with `heads=low_rank`."""
-    optimiser: Optimiser = "scaled"
+    optimiser: HypernetworkOptimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
     divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads; `adam`
     ignores the scale of the products."""
@@ -167,7 +164,7 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         state = self._initial_models("whole", clients)
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             state[BUFFERS] = self.buffers.initial(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
@@ -189,7 +186,7 @@ class PFedLA(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
         rows = {"theta": self.models(server).mix(alpha)}
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(per_client=rows)
 
@@ -214,12 +211,12 @@ class PFedLA(Method):
         products = products.masked_fill(has_no_gradient.unsqueeze(-1), 0.0)
         self.learner.step(server, clients, -(alpha * products).sum(), leaves, retained)
         models.put(clients, arrived["theta"])
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             server[BUFFERS][index] = arrived[BUFFERS]
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         shared = {"models": server["theta"]}
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
@@ -245,7 +242,7 @@ class PFedLA(Method):
 
     def _mixture(self, clients: ClientGroup, down: Message, models: WholeRows, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
-        if self.buffers.are("mixed"):
+        if self.buffers.has_policy("mixed"):
             clients.replace_buffers(self.mix_buffers(alpha, down.shared["models_buffers"]))
         return models.mix(alpha)
 

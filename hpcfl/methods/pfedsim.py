@@ -32,7 +32,7 @@ from hpcfl.methods._prototypes import num_features
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.training.client_group import ClientGroup
 
-MOST_ALIKE = 0.9999
+MAX_SIMILARITY = 0.9999
 """Largest similarity, and that of a client to itself (authors: 0.9999)."""
 
 
@@ -101,6 +101,6 @@ class PFedSim(ModelBank):
         heads = models[:, self.layout.head.start :][:, : self._head_shape[0] * self._head_shape[1]]
         directions = normalize(heads.double().unflatten(1, self._head_shape), dim=2).flatten(1)
         alike = directions[rows] @ directions.T / self._head_shape[0]
-        alike[torch.arange(len(rows)), rows] = MOST_ALIKE
-        weights = -torch.log1p(-alike.clamp(min=0, max=MOST_ALIKE))
+        alike[torch.arange(len(rows)), rows] = MAX_SIMILARITY
+        weights = -torch.log1p(-alike.clamp(min=0, max=MAX_SIMILARITY))
         return weights / weights.sum(dim=1, keepdim=True)

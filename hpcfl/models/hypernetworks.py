@@ -30,11 +30,11 @@ from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 
 HeadInit = Literal["zero", "default", "uniform"]
-Optimiser = Literal["adam", "sgd", "scaled"]
+HypernetworkOptimiser = Literal["adam", "sgd", "scaled"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
-MOMENTS = ("first", "second")
+MOMENT_ORDERS = ("first", "second")
 CODES = "codes"
 HEADS = ("heads.weight", "heads.bias", CODES)
 
@@ -161,7 +161,7 @@ def descend(
     moments: Tensors,
     gradients: Tensors,
     rows: Sequence[int],
-    optimiser: Optimiser,
+    optimiser: HypernetworkOptimiser,
     lr: float,
     frozen: Tensor,
 ) -> None:
@@ -187,7 +187,7 @@ def descend(
     if optimiser != "adam":
         torch._foreach_add_(values, slopes, alpha=-lr)
         return
-    first, second = (moving((moments[f"{name}.{kind}"] for name in names), rows) for kind in MOMENTS)
+    first, second = (moving((moments[f"{name}.{kind}"] for name in names), rows) for kind in MOMENT_ORDERS)
     steps = moving((moments["heads.steps" if name in HEADS else "steps"].float() for name in names), rows)
     adam(
         values,
@@ -210,18 +210,18 @@ def descend(
     moments["heads.steps"][clients] += ~frozen
 
 
-def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
+def initial_moments(state: Tensors, optimiser: HypernetworkOptimiser) -> Tensors:
     """Return the optimiser's state for hypernetworks [N, ...], or for codes; empty for plain steps."""
     heads = next((state[name] for name in HEADS if name in state), None)
     if optimiser != "adam" or heads is None:
         return {}
-    moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENTS}
+    moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENT_ORDERS}
     shapes = {"steps": heads.shape[:1], "heads.steps": heads.shape[:2]}
     return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
 
-def moment_names(names: Sequence[str], optimiser: Optimiser) -> list[str]:
+def moment_names(names: Sequence[str], optimiser: HypernetworkOptimiser) -> list[str]:
     """Return the names in `initial_moments` of hypernetworks, or codes, with tensors of these names."""
     if optimiser != "adam" or not names:
         return []
-    return [*(f"{name}.{kind}" for name in names for kind in MOMENTS), "steps", "heads.steps"]
+    return [*(f"{name}.{kind}" for name in names for kind in MOMENT_ORDERS), "steps", "heads.steps"]

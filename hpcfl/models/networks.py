@@ -68,7 +68,7 @@ class ConvNetOptions(NetworkOptions):
     batchnorm: bool = False
     """A BatchNorm module after every convolution (pFedLA uses it for CIFAR only)."""
     groupnorm: int | None = Field(None, ge=1)
-    """GroupNorm in place of BatchNorm, with so many groups of channels; null: none. It keeps no running
+    """GroupNorm instead of BatchNorm, with this many groups of channels; null: none. It keeps no running
     statistics."""
 
     def model_post_init(self, _: Any) -> None:

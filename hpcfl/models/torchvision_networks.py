@@ -27,7 +27,7 @@ class TorchvisionOptions(NetworkOptions):
     weights: str | None = None
     """File with torchvision's state dict, from which the body starts; null draws it at random."""
     groupnorm: int | None = Field(None, ge=1)
-    """GroupNorm in place of BatchNorm, with so many groups of channels; null: BatchNorm."""
+    """GroupNorm instead of BatchNorm, with this many groups of channels; null: BatchNorm."""
 
 
 @dataclass(frozen=True)

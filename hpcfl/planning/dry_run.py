@@ -118,13 +118,13 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
 
 
 def missing_gpu(run: RunConfig, measured: DryRun) -> str:
-    """Return words for behind "this machine" where `run.device=cuda` was measured on a CPU, else none."""
+    """Return what follows "this machine" where `run.device=cuda` was measured on a CPU, else none."""
     is_missing = run.device == "cuda" and measured.device == "cpu"
-    return ", which has no GPU, as run.device=cuda wants" if is_missing else ""
+    return ", which has no GPU although run.device=cuda expects one" if is_missing else ""
 
 
 def batches_of(num_samples: Iterable[int], work: Work, first: int = 0) -> list[int]:
-    """Return the mini-batches in a local epoch of clients with so many samples, whose ids begin with
+    """Return the mini-batches in a local epoch of clients with this many samples, whose ids begin with
     `first`."""
     return [len(work.minibatches(client, count)) for client, count in enumerate(num_samples, first)]
 
@@ -146,7 +146,7 @@ def _prepared(
     path: Path,
     at_exit: ExitStack,
 ) -> _Rounds:
-    """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
+    """Return a simulation of the first clients, with this many mini-batches each, and an unseen one."""
     world = Communicator()
     device = configure_process(config.run, world)
     data = describe(config.data, arrays, list(parts))

@@ -40,7 +40,7 @@ COPIES = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on so many ranks."""
+    """What a run takes on this many ranks."""
 
     nodes: int
     ranks: int
@@ -117,7 +117,7 @@ class Planner:
         return later, {name: first[name] + (self._train.rounds - 1) * later[name] for name in TRAFFIC}
 
     def on(self, ranks: int) -> Estimate:
-        """Return what a run takes on so many ranks."""
+        """Return what a run takes on this many ranks."""
         measured, rounds = self._measured, self._train.rounds
         # further workers have no clients
         num_workers = max(1, min(ranks - 1, max(self._num_clients, self._num_unseen)))
@@ -168,13 +168,13 @@ class Planner:
         # a batched engine trains its clients at home
         device = torch.device(self._measured.device)
         is_batched_here = is_batched(self._run.engine, device, context.model_name)
-        visit = self._run.placement == "balanced" and not is_batched_here
+        migrates = self._run.placement == "balanced" and not is_batched_here
         home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []
         for number in np.linspace(0, rounds - 1, some).astype(int).tolist():
             members = sampler.clients(number)
             workers: Sequence[int] = [home[client] for client in members]
-            if visit:
+            if migrates:
                 workers = assign_workers([self._num_train[c] for c in members], workers, len(shards))
             by_worker: list[list[int]] = [[] for _ in shards]
             for client, worker in zip(members, workers, strict=True):

@@ -34,7 +34,7 @@ def spread_out(count: int, most: int) -> np.ndarray:
 
 
 def numbers(values: Iterable[float], digits: int = 5) -> list[float | None]:
-    """Return floats as JSON takes them: so many significant digits, and null for what is not finite."""
+    """Return floats as JSON takes them: with this many significant digits, and null if not finite."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
 
 

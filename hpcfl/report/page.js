@@ -129,11 +129,11 @@ const within = (value, count) => Math.min(count - 1, Math.max(0, value));
 const tickText = (svg, x, y, width, text) => make(svg, "text", { x: Math.min(x, width - 3.6 * text.length), y, "text-anchor": "middle" }, text);
 
 /* The SVG of rows with names on the left and values along the bottom, from the left to the right end. */
-function rowsOf(holder, width, names, row, [low, high], label, format, told) {
+function rowsOf(holder, width, names, row, [low, high], label, format, summary) {
   const height = names.length * row, longest = Math.max(...names.map((name) => name.length));
   const [left, right] = [Math.min(width * 0.4, 14 + 6.6 * longest), width - 26], most = Math.max(4, Math.floor((left - 10) / 6.6));
   const toX = (value) => left + ((value - low) / (high - low)) * (right - left);
-  const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height + 46}`, "data-width": width, role: "img", "aria-label": told });
+  const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height + 46}`, "data-width": width, role: "img", "aria-label": summary });
   for (const value of ticks(low, high, Math.max(2, Math.floor((right - left) / 90)))) {
     make(svg, "line", { class: "grid", x1: toX(value), x2: toX(value), y1: 0, y2: height + 2 });
     tickText(svg, toX(value), height + 20, width, format(value));
@@ -223,8 +223,8 @@ function lines(place, spec) {
       cursor.setAttribute("visibility", "visible");
       const nearest = (other) => other.x.reduce((best, value, index) => (Math.abs(value - one.x[n]) < Math.abs(other.x[best] - one.x[n]) ? index : best), 0);
       const others = spec.x.isShared ? shown.slice(0, 14) : [one];
-      const told = others.map((other) => `${other.name}: ${spec.y.format(other.y[other === one ? n : nearest(other)])}`);
-      return { text: [`${spec.x.label}: ${spec.x.format(one.x[n])}`, ...told].join("\n"), x, y: isKnown(one.y[n]) ? toY(one.y[n]) : top };
+      const values = others.map((other) => `${other.name}: ${spec.y.format(other.y[other === one ? n : nearest(other)])}`);
+      return { text: [`${spec.x.label}: ${spec.x.format(one.x[n])}`, ...values].join("\n"), x, y: isKnown(one.y[n]) ? toY(one.y[n]) : top };
     };
     const at = (x, y) => {
       let best = [-1, -1], least = Infinity;
@@ -441,12 +441,12 @@ function picture(place, run, spec) {
       return;
     }
     if (!isLayered) {
-      const [clients, count] = shape, [first, second] = spec.axes, told = (r, c) => `client ${r}, ${nameOf(second, c)}\n${spec.quantity}: ${value(now[r * count + c])}`;
+      const [clients, count] = shape, [first, second] = spec.axes, text = (r, c) => `client ${r}, ${nameOf(second, c)}\n${spec.quantity}: ${value(now[r * count + c])}`;
       /* many clients lie side by side, where there is room for them */
       if (clients > 40 && 4 * count < clients) {
         const turned = Uint8Array.from(now, (_, n) => now[(n % clients) * count + Math.floor(n / clients)]);
-        matrix(holder, { codes: turned, rows: axisOf(second, count), columns: axisOf(first, clients), colours, width, label, text: (r, c) => told(c, r) });
-      } else matrix(holder, { codes: now, rows: axisOf(first, clients), columns: axisOf(second, count), colours, width: Math.min(width, 760), label, text: told });
+        matrix(holder, { codes: turned, rows: axisOf(second, count), columns: axisOf(first, clients), colours, width, label, text: (r, c) => text(c, r) });
+      } else matrix(holder, { codes: now, rows: axisOf(first, clients), columns: axisOf(second, count), colours, width: Math.min(width, 760), label, text });
       return;
     }
     const [clients, layers, last] = shape, end = spec.axes[2];
@@ -525,8 +525,8 @@ function clientStrips(place, run) {
       current = n;
       if (c === undefined || n < 0) return null;
       const mine = [...counts.subarray(c * numClasses, (c + 1) * numClasses)].map((value, k) => [value, k]).filter(([value]) => value);
-      const told = mine.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([value, k]) => `${k}: ${value}`).join(", ");
-      return { text: `${nameOf(c)}\naccuracy: ${percent(accuracy[c])}${told ? `\nsamples by class: ${told}` : ""}`, x: left + bar(accuracy[c]), y: 2 + (n + 0.5) * row };
+      const classes = mine.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([value, k]) => `${k}: ${value}`).join(", ");
+      return { text: `${nameOf(c)}\naccuracy: ${percent(accuracy[c])}${classes ? `\nsamples by class: ${classes}` : ""}`, x: left + bar(accuracy[c]), y: 2 + (n + 0.5) * row };
     };
     explore(canvas, (x, y) => tell(x < 0 ? -1 : Math.floor((y - 2) / row)), (dx, dy) => tell(within(current + dx + dy, count)));
   };

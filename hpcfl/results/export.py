@@ -65,7 +65,7 @@ def export(
     # a name such as lr0.1 is a folder
     if not is_file and ending.isalnum() and ending[0].isalpha() and not out.is_dir():
         allowed = ", ".join(f"FILE{kind}" for kind in KINDS)
-        raise UserError(f"--out {out} has an ending that is not known; allowed: a folder, {allowed}")
+        raise UserError(f"--out {out} has an unknown ending; allowed: a folder, {allowed}")
     files: list[Path] = []
     try:
         for name in range(models.num_clients) if client == ALL else [client]:

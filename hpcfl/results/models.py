@@ -139,7 +139,7 @@ class TrainedModels:
         """
         x = self._as_stored(samples, layout, where)
         model = Message(per_client={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
-        clients = self._visitor(0 if client == GLOBAL else client, x)
+        clients = self._client_of(0 if client == GLOBAL else client, x)
         with torch.no_grad():
             return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
 
@@ -148,7 +148,7 @@ class TrainedModels:
         """The engine of all predictions, with a copy of the network."""
         return LoopEngine(self.method.network, self.method.layout)
 
-    def _visitor(self, client: int, x: np.ndarray) -> ClientGroup:
+    def _client_of(self, client: int, x: np.ndarray) -> ClientGroup:
         """Return a group of one client whose test samples are given, on the CPU."""
         data, nothing = self.data, np.empty(0, np.int64)
         labels = np.zeros(len(x), np.int64)
@@ -158,7 +158,7 @@ class TrainedModels:
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
         engine = self._engine
         config, device = self.config, torch.device("cpu")
-        place = WorkerContext(
+        worker_context = WorkerContext(
             shard=shard,
             clients=[client],
             engine=engine,
@@ -168,7 +168,7 @@ class TrainedModels:
             device=device,
             state={},
         )
-        return ClientGroup(place, [client], self.round)
+        return ClientGroup(worker_context, [client], self.round)
 
     def _as_stored(self, samples: object, layout: Layout | None, where: str) -> np.ndarray:
         """Return samples [n, ...] of the run's type; raise UserError if they are not like the run's."""
@@ -198,7 +198,7 @@ class TrainedModels:
         if (x.dtype == np.uint8) != (data.dtype == "uint8"):
             allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
             raise UserError(
-                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, for that is done here"
+                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, because hpcfl does that"
             )
         return as_pixels(x, where)
 

@@ -35,18 +35,18 @@ _NO_CHECKPOINT = (
     "from a backup, or name the folder of another run"
 )
 
-State = Literal["running", "finished", "stopped", "killed", "unknown"]
+RunState = Literal["running", "finished", "stopped", "killed", "unknown"]
 """`stopped`: the lock is released; `killed`: it is not. `unknown`: on another machine, may be
 running."""
 
-ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
+ENDED: tuple[RunState, ...] = ("finished", "stopped", "killed")
 
 
 @dataclass(frozen=True)
 class Status:
     """State of a run at one moment."""
 
-    state: State
+    state: RunState
     owner: str
     """Owner of the lock, alive or killed, such as `pid 7 on node3`; may be empty."""
     changed_s: float
@@ -100,7 +100,7 @@ class Run:
             seen = holder(self.path)
             files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
             changed_s = max(path.stat().st_mtime for path in files if path.exists())
-            state: State = "killed" if seen.is_gone else "unknown"
+            state: RunState = "killed" if seen.is_gone else "unknown"
             if self.is_finished:
                 state = "finished"
             elif seen.is_seen or not seen.owner:

@@ -229,7 +229,7 @@ def assemble(
     own_unseen = world.shard(len(parts) - num_clients, unit=unit)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     shift = shift_of(config.data, config.data_seed, len(parts))
-    noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
+    noise = LabelNoise.from_config(config.data, config.data_seed, len(parts), data.num_classes)
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
     unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, shift, noise)
     network = copy.deepcopy(method.network).to(device)

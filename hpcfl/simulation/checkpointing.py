@@ -60,7 +60,7 @@ class Saver:
     def save(self, server: State, done: int, with_models: bool) -> None:
         """Write a checkpoint after `done` rounds, with all evaluated models if asked. Collective.
 
-        The models are made anew, cohort by cohort: memory may not hold those of all clients.
+        The models are computed again, cohort by cohort: memory may not hold those of all clients.
         """
         federation = self._federation
         models = {

@@ -17,7 +17,7 @@ from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.ledger import ClientMetrics, Evaluation
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.metrics import CLIENT_METRICS, confusion, metrics_of
-from hpcfl.training.scoring import verdicts
+from hpcfl.training.scoring import correctness_and_loss
 
 
 class Evaluator:
@@ -152,7 +152,7 @@ class Evaluator:
 
     def _score(self, clients: ClientGroup, model: Message, position: int, split: str) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
-        is_right, loss = verdicts(*self._predictions(clients, model, position, split))
+        is_right, loss = correctness_and_loss(*self._predictions(clients, model, position, split))
         return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)
 
     def _predictions(

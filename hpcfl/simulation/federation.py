@@ -110,8 +110,8 @@ class Federation:
 
     def _worker_context_of(self, client: int) -> WorkerContext:
         """Return the context of a client that trains on this rank: at home, migrated here, or unseen."""
-        places = (self.worker_context, self.migration.worker_context, self.experiment.unseen)
-        return next(place for place in places if client in place.clients)
+        contexts = (self.worker_context, self.migration.worker_context, self.experiment.unseen)
+        return next(context for context in contexts if client in context.clients)
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
         """Bring the server's message to the cohort; it is None on other ranks. Collective."""
@@ -137,7 +137,7 @@ class Federation:
         """
         outline = up.with_clients(up.num_clients)
         for name in up.per_client:
-            frame = Frame.of(up, name, self.method.layers)
+            frame = Frame.from_message(up, name, self.method.layers)
             if name in self.method.traits.differences:
                 frame = frame.after(received)
             outline.pieces[name] = self._up.for_frame(frame).pieces(frame)
@@ -147,12 +147,13 @@ class Federation:
     def _coding(self, cohort: Cohort, received: Message) -> UploadCoding | None:
         if self._up is IDENTITY:
             return None
-        places = (self.worker_context, self.migration.worker_context)
+        contexts = (self.worker_context, self.migration.worker_context)
         found = [(self._worker_context_of(client), client) for client in self.own(cohort)]
         rows = [
-            (int(place is not self.worker_context), place.clients.index(client)) for place, client in found
+            (int(context is not self.worker_context), context.clients.index(client))
+            for context, client in found
         ]
-        unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
+        unsent = ErrorFeedback([(context.state, len(context.clients)) for context in contexts], rows)
         return UploadCoding(self._up, received, self.method.traits.differences, unsent)
 
     def on_device(self, received: Message) -> Message:

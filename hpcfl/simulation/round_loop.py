@@ -239,4 +239,4 @@ class Simulation:
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""
         needed_s = notice_s(self._longest_s, max(self.timing.save_s, default=0.0))
-        return self._stop is not None and self._stop.agreed(self._world, needed_s)
+        return self._stop is not None and self._stop.is_requested(self._world, needed_s)

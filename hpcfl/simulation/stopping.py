@@ -46,7 +46,7 @@ class StopFlag:
         numbers = _STOP_SIGNALS if is_main else ()
         self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
-    def agreed(self, world: Communicator, needed_s: float) -> bool:
+    def is_requested(self, world: Communicator, needed_s: float) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
 
         Args:

@@ -81,12 +81,12 @@ class LoadedCheckpoint:
         self.rounds = self.ledger["metrics"].column("round").astype(np.int64)
         """The rounds after which there are entries in the history [E]."""
         if any(len(entries) != len(self.rounds) for entries in self.history.values()):
-            raise ValueError("the history has other evaluations than the ledger")
+            raise ValueError("the evaluations of the history are not those of the ledger")
         self.layers = [name.removeprefix("down/") for name in self.ledger["bytes"].columns[1:]]
         """Names of what has bytes: the layers of the method's models, in order, come first."""
         for table in self.ledger.values():
             if table.values.shape[1:] != (len(table.columns),):
-                raise ValueError("a table of the ledger has other columns than it names")
+                raise ValueError("a table of the ledger has more or fewer columns than names")
         self.num_clients = self.history["accuracy"].shape[1]
         """Clients in training, N."""
         self.num_unseen = self.history["accuracy_unseen"].shape[1] if "accuracy_unseen" in self.history else 0
@@ -311,7 +311,7 @@ def _write_arrays(group: h5py.Group, arrays: Mapping[str, np.ndarray]) -> None:
 def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
     if values.ndim == 0 or values.dtype.kind not in "biuf":
         raise ValueError(
-            f"{name!r} is {values.dtype} of shape {values.shape}, need numbers with a dimension or more"
+            f"{name!r} is {values.dtype} of shape {values.shape}, expected numbers with one dimension or more"
         )
     return group.create_dataset(name, data=values)
 
@@ -327,7 +327,9 @@ def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> N
         del block
     for name, written in times.items():
         if (written != 1).any():
-            raise ValueError(f"rows {np.flatnonzero(written != 1)[:5]}... of {name!r} were not written once")
+            raise ValueError(
+                f"rows {np.flatnonzero(written != 1)[:5]}... of {name!r} were not written exactly once"
+            )
 
 
 def _write_block(
@@ -369,7 +371,7 @@ def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
     """Return the datasets of a group that are loaded again, in the order in which they were saved."""
     found = {name: group[name] for name in _decode(group.attrs["names"])}
     if any(isinstance(data, h5py.Group) or data.dtype.kind not in "biuf" for data in found.values()):
-        raise ValueError(f"{group.name} names what are no numbers")
+        raise ValueError(f"{group.name} names a dataset that does not hold numbers")
     return found
 
 

@@ -58,8 +58,6 @@ SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
 """Columns: sums since the last evaluation, and the seconds so far."""
-SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
-"""Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
 MOMENTS = ("after_download", "after_training")
 """Moments at which clients are scored besides the evaluation: right after a download, and right after local

@@ -129,7 +129,7 @@ class RunFolder:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
                 raise StorageError(
-                    f"{problem}; {_REMEDIES[error.errno]} and run the same command again"
+                    f"{problem}; {_REMEDIES[error.errno]} and rerun the same command to resume"
                 ) from error
             raise UserError(f"{problem}; name another with --out DIR") from error
 
@@ -231,7 +231,7 @@ class RunFolder:
             self._end_if_lost()
             raise StorageError(
                 f"{self.path}: {what} cannot be written: {error.strerror or error}; {self.last_good()}; "
-                f"{_REMEDIES.get(error.errno or 0, 'check the disk')} and run the same command again"
+                f"{_REMEDIES.get(error.errno or 0, 'check the disk')} and rerun the same command to resume"
             ) from error
 
     def _end_if_lost(self) -> None:
@@ -240,8 +240,8 @@ class RunFolder:
             if self._lock is not None and (lost := self._lock.lost()):
                 where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
                 raise StorageError(
-                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; to resume, run the "
-                    f"same command again{where}"
+                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the "
+                    f"same command to resume{where}"
                 )
 
     def last_good(self) -> str:
@@ -351,7 +351,7 @@ def _check_links(path: Path) -> None:
         try:
             mode = entry.lstat().st_mode
         except FileNotFoundError:
-            # a run that goes on here has renamed it
+            # a running run has renamed it
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UserError(

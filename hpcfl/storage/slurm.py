@@ -37,6 +37,6 @@ def write_job_note(name: str, text: str) -> None:
     """
     notes = os.environ.get(NOTES_VARIABLE)
     if notes:
-        # a note is no reason to end a run
+        # a run does not end because of a note
         with suppress(OSError):
             replace_file(Path(notes) / name, f"{text}\n")

@@ -106,7 +106,7 @@ class Table:
         self.seeds = [seed for seed in of_file if seeds is None or seed in seeds]
         for seed in seeds or ():
             if seed not in of_file:
-                raise UserError(f"--seeds: {seed} is none of the table's seeds; allowed: {_listed(of_file)}")
+                raise UserError(f"--seeds: {seed} is not a seed of the table; allowed: {_listed(of_file)}")
         # some methods' runs cannot be extended, so that limited rounds have a folder of their own; not so
         # seeds: a run with more of them uses the finished cells
         name = path.stem if rounds is None else f"{path.stem}-{rounds}rounds"
@@ -262,7 +262,7 @@ class Table:
                 )
 
     def _changes(self, seeds: Sequence[int], rounds: int | None, changes: Sequence[str]) -> str:
-        """Say behind the title what the command line leaves out and changes."""
+        """Return what follows the title: what the command line leaves out and changes."""
         shrunk = []
         if rounds is not None and rounds < self._longest:
             shrunk.append(f"at most {rounds} rounds instead of {self._longest}")
@@ -315,7 +315,7 @@ def _matching(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list
             there = " | ".join(label for label in found or labels if label != ONLY) or "none"
             if found:
                 raise UserError(f"{option} {text} matches {len(found)} labels: {there}; give the whole label")
-            raise UserError(f"{option} {text} is none of the labels; there are: {there}")
+            raise UserError(f"{option} {text} is unknown; allowed: {there}")
         named.add(found[0])
     return [label for label in labels if label in named or not wanted]
 

@@ -48,7 +48,7 @@ def _as_list(value: Any) -> Any:
 
 
 class Runs(FileKeys):
-    """A table that tells of a claim: which row is above which."""
+    """A table that tests a claim: which row is above which."""
 
     table: Text
     """Name of a table file, without .yaml."""
@@ -199,7 +199,7 @@ class Claims:
     tables: list[ResultFiles]
     """Of the paper in full."""
     smaller: list[ResultFiles]
-    """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
+    """Other tables that test its claims; a cell of the same labels stands in for one that is not run."""
 
     @property
     def has_results(self) -> bool:
@@ -224,7 +224,7 @@ def read_claims(path: Path) -> Claims:
     for number, claim in enumerate(file.claims, 1):
         place = f"{path}, claim {number} ({claim.sentence})"
         if claim.evidence is not None and not (folder / RESULTS / claim.evidence).is_file():
-            raise UserError(f"{place}: evidence={claim.evidence} is no file in {folder / RESULTS}")
+            raise UserError(f"{place}: evidence={claim.evidence} is not a file in {folder / RESULTS}")
         by_claim.append([])
         for runs in claim.runs:
             of = (results(runs.table, place), f"{place}, {runs.table}")
@@ -275,7 +275,7 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
             f"{place}: {table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to its compare"
         )
     for column in runs.columns or pair.columns:
-        check_known(place, column, f"columns in which {runs.row} and {other} are compared", pair.columns)
+        check_known(f"{place}: {runs.row} compared with {other}", column, "column", pair.columns)
         name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
         of = (claim, table.path.stem, column, name)
         if (found := results.difference(pair, column, runs.row)) is None:
@@ -306,9 +306,9 @@ def _over_number(
     table = results.table
     if runs.at is not None or runs.weighted:
         raise UserError(f"{place}: at and weighted go with other rows; leave them out with a number")
-    check_known(place, runs.row, "rows", table.labels)
+    check_known(place, runs.row, "row", table.labels)
     for column in runs.columns or table.columns:
-        check_known(place, column, "columns", table.columns)
+        check_known(place, column, "column", table.columns)
         of = (claim, table.path.stem, column, f"{runs.row} - {number:g} %")
         if (line := results.line(runs.row, column)) is None:
             yield Verdict(*of)

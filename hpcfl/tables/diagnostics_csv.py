@@ -1,4 +1,4 @@
-"""What finished cells' checkpoints tell over rounds, and the means that diagnostics.csv has of it.
+"""Diagnostics of finished cells over rounds, from their checkpoints, and their means for diagnostics.csv.
 
 Shapes: N clients, E evaluations, K classes.
 """
@@ -77,7 +77,7 @@ def _check_figure(table: Table, cell: Cell, history: History) -> None:
             for layer in drawing.layers_in(cell.column) or ():
                 if layer not in history.layers:
                     there = " | ".join(history.layers)
-                    raise UserError(f"{place}: {layer} is none of the layers; there are: {there}")
+                    raise UserError(f"{place}: unknown layer {layer}; allowed: {there}")
         if isinstance(drawing, HeatMaps | Curves) and (drawing.client or 0) >= num_clients:
             raise UserError(f"{place}: client={drawing.client} is invalid; give 0 to {num_clients - 1}")
 

@@ -63,13 +63,13 @@ def _one_line(text: str) -> str:
 
 def _unique(seeds: list[int]) -> list[int]:
     if len(set(seeds)) < len(seeds):
-        raise ValueError("a seed is there twice; drop one")
+        raise ValueError("duplicate seed; drop one")
     return seeds
 
 
 def _quantity(name: str) -> str:
     if name not in QUANTITIES:
-        raise ValueError(_unknown(name, "quantities", QUANTITIES))
+        raise ValueError(_unknown(name, "quantity", QUANTITIES))
     return name
 
 
@@ -239,7 +239,7 @@ class TableFile(FileKeys):
     size: Text | None = None
     """How the table differs in size from what it stands for; printed above every output."""
     source: Text | None = None
-    """Where the published numbers stand."""
+    """Where the published numbers are from."""
     seeds: Annotated[list[Annotated[StrictInt, Field(ge=0)]], AfterValidator(_unique)] = Field(
         [], min_length=1
     )
@@ -249,11 +249,11 @@ class TableFile(FileKeys):
     """What all cells have in common."""
     columns: list[Annotated[Column, _or_label(Column)]] = Field([], min_length=1)
     sweep: Sweep | None = None
-    """In place of columns."""
+    """Instead of columns."""
     rows: list[Annotated[Row, _or_label(Row)]] = Field([], min_length=1)
     compare: list[Annotated[Pair, _as_pair]] | None = None
     show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
-    """Which quantities stand in the printed table."""
+    """The quantities of the printed table."""
     figure: Annotated[list[Drawing], _as_list] | None = Field(None, max_length=26)
     """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
 
@@ -287,7 +287,7 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     rows = _rows(path, file, [nothing, *layers], labels)
     for drawing in file.figure or ():
         for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
-            check_known(f"{path}, figure: layers", name, "columns", labels)
+            check_known(f"{path}, figure: layers", name, "column", labels)
     read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
     return [*layers, file.model_copy(update=inherited | read)]
 
@@ -296,13 +296,13 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     """Return the file's columns, one for each value of a sweep, with their configuration files."""
     before = {column.label: column for column in base.columns}
     if file.columns and file.sweep is not None:
-        raise UserError(f"{path}: sweep stands in place of columns; put it into one of them")
+        raise UserError(f"{path}: sweep and columns exclude each other; put sweep into one of the columns")
     entries = file.columns or [_choice(Column, label) for label in before]
     columns: dict[str, Column] = {}
     for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
         place = f"{path}, {place_of('column', number, entry.label)}"
         if entry._is_choice:
-            check_known(str(path), entry.label, "columns", before)
+            check_known(str(path), entry.label, "column", before)
         if not entry.label and entry.sweep is None and not entry._is_choice:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
@@ -341,7 +341,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
         if row._is_choice:
-            check_known(str(path), row.label, "rows", before)
+            check_known(str(path), row.label, "row", before)
         label = row.label or _method_name([row, *settings])
         place = f"{path}, {place_of('row', number, label)}"
         if label in rows:
@@ -351,7 +351,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
         if row.without is None:
             update["without"] = [name for name in old.without or () if name in columns]
         for name in update["without"]:
-            check_known(f"{place}: without", name, "columns", columns)
+            check_known(f"{place}: without", name, "column", columns)
         for key in ("published", "published_bytes"):
             inherited = getattr(old, key) or {}
             given = _by_column(f"{place}: {key}", getattr(row, key), columns)
@@ -376,7 +376,7 @@ def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, floa
         # a name may look like a number in YAML
         by_name = {str(name): value for name, value in given.items()}
         for name in by_name:
-            check_known(place, name, "columns", columns)
+            check_known(place, name, "column", columns)
         return {name: float(value) for name, value in by_name.items() if value is not None}
     numbers = given if isinstance(given, list) else [given]
     if given is not None and len(numbers) != len(columns):
@@ -396,9 +396,9 @@ def _pairs(
     for pair in base.compare or () if file.compare is None else file.compare:
         place = f"{path}, compare {pair.rows[0]} with {pair.rows[1]}"
         for label in pair.rows if file.compare is not None else ():
-            check_known(place, label, "rows", without)
+            check_known(place, label, "row", without)
         for name in pair.columns if file.compare is not None else ():
-            check_known(place, name, "columns", columns)
+            check_known(place, name, "column", columns)
         lacking = {name for label in pair.rows for name in without.get(label, columns)}
         both = [name for name in columns if name not in lacking]
         left = [name for name in both if name in (pair.columns or both)]
@@ -416,7 +416,7 @@ def place_of(kind: str, number: int, label: str) -> str:
 
 
 def check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:
-    """Raise UserError if a name is none of the known ones of its kind, such as "columns"."""
+    """Raise UserError if a name is not a known one of its kind, such as "column"."""
     if name not in known:
         raise UserError(f"{place}: {_unknown(name, kind, known)}")
 
@@ -425,4 +425,4 @@ def _unknown(name: str, kind: str, known: Iterable[str]) -> str:
     names = [label for label in known if label != ONLY]
     # labels may hold commas
     there = " | ".join(names) or "none"
-    return f"{name} is none of the {kind}; there are: {there}{did_you_mean(name, names)}"
+    return f"unknown {kind} {name}; allowed: {there}{did_you_mean(name, names)}"

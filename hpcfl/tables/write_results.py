@@ -40,7 +40,7 @@ def write(table: Table) -> str:
 
 
 def write_from_histories(table: Table) -> dict[str, list[str]]:
-    """Write diagnostics.csv and the figure's pictures beside the table, where there is something to tell.
+    """Write diagnostics.csv and the figure's pictures beside the table, where there is something to show.
 
     Returns the files of each picture by its name without ending, none where nothing of it is finished. Raises
     UserError if the figure names layers or clients that the cells do not have.

@@ -25,7 +25,7 @@ class Work:
         return least + int((most - least + 1) * uniform(self.seed, "local epochs", round, client))
 
     def minibatches(self, client: int, num_samples: int) -> list[tuple[int, int]]:
-        """Divide an epoch of a client on so many samples into (start, stop)."""
+        """Divide an epoch of a client on this many samples into (start, stop)."""
         return minibatches(num_samples, self.batch_size(client), self.train.last_batch)
 
     def sampling_rate(self, client: int, num_samples: int) -> float:

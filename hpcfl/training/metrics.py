@@ -3,7 +3,7 @@
     balanced_accuracy  mean recall of the client's classes (balanced_accuracy_score)
     macro_f1           mean F1 of the classes that the client has or that are predicted (f1_score, macro)
     auc                mean area under the ROC curve of the client's classes, each against the rest
-                       (roc_auc_score, multi_class="ovr", which wants all classes); nan with one class
+                       (roc_auc_score, multi_class="ovr", which needs all classes); nan with one class
     calibration_error  expected calibration error: BINS bins of equal width of the largest probability p, and
                        sum over bins of |samples predicted correctly - sum of p| / n
 

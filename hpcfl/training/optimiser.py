@@ -54,7 +54,7 @@ class Descent:
 
 
 def clipped(gradient: Tensor, largest: float, trained: slice) -> Tensor:
-    """Return gradients [C, ..., P], each of which is at most so long in its trained part.
+    """Return gradients [C, ..., P], each of which is at most this long in its trained part.
 
     The formula is that of torch.nn.utils.clip_grad_norm_.
     """

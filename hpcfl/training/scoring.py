@@ -61,7 +61,7 @@ class BatchedScorer:
         return Forward(self._network, self._layout, buffers.clone()).logits(theta, x)
 
 
-def verdicts(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def correctness_and_loss(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return whether each sample's class [..., n] is the likeliest of [..., n, K], and its loss; float64."""
     is_right = (probabilities.argmax(dim=-1) == y).double()
     chosen = probabilities.gather(-1, y.unsqueeze(-1)).squeeze(-1)
@@ -69,5 +69,5 @@ def verdicts(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _figures(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the verdicts on samples, stacked as [..., n, 2]."""
-    return torch.stack(verdicts(logits.softmax(dim=-1), y), dim=-1)
+    """Return correctness and loss of samples, stacked as [..., n, 2]."""
+    return torch.stack(correctness_and_loss(logits.softmax(dim=-1), y), dim=-1)

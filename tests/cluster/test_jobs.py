@@ -154,7 +154,7 @@ def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
 ) -> None:
     gates.close(0)
     words = ["--ntasks=2", "jobs/train.sbatch", *gated, "--out", tmp_path / "run"]
-    job = slurm.submit(*words, **gates.env, COMEBACKS="1")
+    job = slurm.submit(*words, **gates.env, MAX_REQUEUES="1")
     for start in (1, 2):
         job.wait_for_start(start)
         slurm.call("scontrol", "requeue", job.number)
@@ -162,7 +162,7 @@ def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
     job.until(lambda: "and ends" in job.output, "giving up")
     job.wait()
     assert (job.state, job.exit_code, job.told("Restarts")) == ("FAILED", 1, "2")
-    assert "came back 2 times in a row without a new round, and ends: a round and its" in job.output
+    assert "requeued 2 times in a row without a new round, and ends: a round and its" in job.output
     assert job.output.count("start ") == 2
 
 

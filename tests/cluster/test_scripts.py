@@ -151,7 +151,7 @@ def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], par
 def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
     assert (done.code, done.starts) == (BAD_INPUT, [])
-    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which deals all that is left, or, " in done.said
+    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which divides all that is left, or, " in done.said
     assert "PARTS=N" in done.said
     assert notes(submit) == []
 

@@ -360,7 +360,7 @@ def test_an_output_that_nobody_takes_is_no_error_message_and_ends_no_run(
 
 def test_commands_are_written_as_typed() -> None:
     assert command_line(["a.yaml", "data.normalise=[[0.5], [1]]"], 1) == (
-        "python -m hpcfl.main a.yaml 'data.normalise=[[0.5], [1]]'"
+        "hpcfl a.yaml 'data.normalise=[[0.5], [1]]'"
     )
 
 

@@ -236,7 +236,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         pytest.skip("says what is said where there is no GPU")
     words = ["method.name=fedavg", "data.per_client=40", "train.rounds=20000000"]
     text = told(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
-    assert "of this machine, which has no GPU, as run.device=cuda wants: " in text
+    assert "of this machine, which has no GPU although run.device=cuda expects one: " in text
     for line in ("--ntasks=9", "--cpus-per-task=1", "--gpus-per-node=1", "--time=1-00:10:00"):
         assert f"\n#SBATCH {line}\n" in text
     jobs, signal_s = found(r"# about (\d+) jobs of 1-00:10:00 one after the other: each stops (\d+) s", text)

@@ -210,7 +210,7 @@ def test_topk_takes_its_share_as_it_is_written() -> None:
     layers = (Layer("a", 0, 100, 0, 0),)
     known = torch.ones(1, 1, dtype=torch.bool)
     frame = Frame("theta", (100,), torch.float32, 1, (100,), True, received_layers=known)
-    assert Frame.of(theta([0.0] * 100), "theta", layers).sizes == (100,)
+    assert Frame.from_message(theta([0.0] * 100), "theta", layers).sizes == (100,)
     assert [piece.sizes for piece in codec.pieces(frame)] == [(100,), (7,), (7,)]
 
 

@@ -250,7 +250,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(place: str, tmp_path: Path) 
     }[place]
     hostile = pickle.dumps(content, 4)
     npz_of_pickle(tmp_path / "test" / "0.npz", hostile)
-    assert_refused(pfllib, tmp_path, r": test/0.npz: refused, since it wants to run code \(")
+    assert_refused(pfllib, tmp_path, r": test/0.npz: refused, because it would run code \(")
     assert not trap.exists()
     pickle.loads(hostile)
     assert trap.exists()

@@ -12,13 +12,13 @@ from hpcfl.data.label_noise import LabelNoise
 
 
 def noise_of(num_clients: int = 10, num_classes: int = 5, **keys: float) -> LabelNoise:
-    found = LabelNoise.of(DataConfig.model_validate(keys), 3, num_clients, num_classes)
+    found = LabelNoise.from_config(DataConfig.model_validate(keys), 3, num_clients, num_classes)
     assert found is not None
     return found
 
 
 def test_without_the_key_there_is_none() -> None:
-    assert LabelNoise.of(DataConfig(), 3, 10, 5) is None
+    assert LabelNoise.from_config(DataConfig(), 3, 10, 5) is None
     assert DataConfig(label_noise=0.0).label_noise is None
 
 
@@ -43,7 +43,7 @@ def test_the_share_of_clients_has_it(share: float, count: int) -> None:
     noisy = [client for client in range(10) if (noise.noisy(y, client) != y).any()]
     assert len(noisy) == count
     assert noisy == sorted(noise.clients)
-    other = LabelNoise.of(DataConfig(label_noise=0.5, label_noise_clients=share), 4, 10, 5)
+    other = LabelNoise.from_config(DataConfig(label_noise=0.5, label_noise_clients=share), 4, 10, 5)
     assert other is not None
     assert len(other.clients) == count
 

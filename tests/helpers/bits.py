@@ -27,9 +27,11 @@ from hpcfl.models.neighbours import WithNeighbours
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data
-from hpcfl.storage.ledger import SECONDS
+from hpcfl.storage.ledger import SPENT
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
+SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
+"""Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
 MEETS_ALL_SOON = ["run.seed=3", "data.seed=0"]

@@ -39,7 +39,7 @@ from PIL import Image
 from hpcfl import load_run
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.client_files import read_leaf, read_pfllib
-from hpcfl.data.csv_tables import read_table
+from hpcfl.data.csv_tables import read_csv_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import BAD_INPUT, FINISHED, MAX_CHARACTERS, UserError, for_terminal
@@ -135,7 +135,7 @@ def csv_reader(folder: Path) -> Read:
         (folder / "x.csv").write_bytes(damaged_bytes(CSV_TABLE, draw))
         missing = draw.choice((None, "mean", "drop"))
         path = str(folder / "x.csv")
-        return read_table(DataConfig(path=path, target="y", categorical=["job"], missing=missing))
+        return read_csv_table(DataConfig(path=path, target="y", categorical=["job"], missing=missing))
 
     return read
 
@@ -448,9 +448,12 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
         # this text stands in the source of an exported model, which is run to try it
         (text("data", "dtype", OWN_CODE), "samples of type"),
-        (replaced("history/loss", data=np.zeros((9, 3))), "other evaluations than the ledger"),
+        (replaced("history/loss", data=np.zeros((9, 3))), "are not those of the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
-        (replaced("personalised/theta", data=np.array([b"text"])), "names what are no numbers"),
+        (
+            replaced("personalised/theta", data=np.array([b"text"])),
+            "names a dataset that does not hold numbers",
+        ),
     ],
 )
 def test_what_no_run_writes_is_refused(

@@ -29,9 +29,9 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopFlag]:
 def test_a_signal_requests_a_stop_and_a_second_one_stops_at_once(
     flag: StopFlag, monkeypatch: pytest.MonkeyPatch, first: signal.Signals, second: signal.Signals
 ) -> None:
-    assert not flag.agreed(Communicator(), 0)
+    assert not flag.is_requested(Communicator(), 0)
     signal.raise_signal(first)
-    assert flag.agreed(Communicator(), 0)
+    assert flag.is_requested(Communicator(), 0)
     # as a terminal and a launcher deliver it, and a launcher may turn it into another
     for again in (first, second):
         signal.raise_signal(again)
@@ -77,7 +77,7 @@ def test_time_is_short_before_the_end_of_the_job(
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     flag = StopFlag()
     flag.restore()
-    assert flag.agreed(Communicator(), needed_s) is short
+    assert flag.is_requested(Communicator(), needed_s) is short
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
@@ -89,5 +89,5 @@ def test_a_clock_that_jumps_does_not_move_the_end_of_the_job(
     flag.restore()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
-    assert flag.agreed(Communicator(), 150)
-    assert not flag.agreed(Communicator(), 50)
+    assert flag.is_requested(Communicator(), 150)
+    assert not flag.is_requested(Communicator(), 50)

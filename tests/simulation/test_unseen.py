@@ -19,6 +19,7 @@ from bits import (
     DIFFERENT,
     KINDS,
     MEETS_ALL_SOON,
+    SECONDS,
     VARIANTS,
     contents,
     losses_of,
@@ -40,7 +41,7 @@ from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup import experiment
 from hpcfl.setup.experiment import build, load_data, partition_samples
-from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
+from hpcfl.storage.ledger import METRICS, UNSEEN_METRICS
 from hpcfl.storage.reading import read_columns
 
 SEEN, UNSEEN = 5, 2

@@ -304,8 +304,11 @@ ROWS = rows_of({"x": FLOATS})
         ({"server": {"scalar": torch.tensor(1.0)}}, "'scalar'"),
         ({"history": lambda: {"words": np.array(["a"])}}, "'words'"),
         ({"server": {"a": torch.ones(1)}, "derived": {"a": torch.ones(1)}}, "exists"),
-        ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x' were not written once"),
-        ({"clients": rows_of({"x": FLOATS}, range(7), [2])}, r"rows \[2\].* of 'x' were not written once"),
+        ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x' were not written exactly once"),
+        (
+            {"clients": rows_of({"x": FLOATS}, range(7), [2])},
+            r"rows \[2\].* of 'x' were not written exactly once",
+        ),
         ({"clients": replace(ROWS, blocks=blocks_of({"x": FLOATS.double()}, [0]))}, "float64"),
         ({"clients": replace(ROWS, blocks=blocks_of({"x": FLOATS[:, :1]}, [0]))}, r"\(1, 1\)"),
     ],

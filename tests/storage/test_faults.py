@@ -45,7 +45,7 @@ WRITABLE = "make the folder writable"
 FREE = "free space on the disk (see df -h and your quota)"
 FOREIGN = "pid 7 on another-node, job 12345"
 LOCK = f"{FOREIGN}\n"
-AGAIN = "run the same command again"
+AGAIN = "rerun the same command to resume"
 CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
 
 
@@ -218,8 +218,7 @@ def let_the_disk_fail(_: Path) -> None:
         (let_the_disk_fail, f"{NOT_WRITTEN}: Read-only file system; {OF_ROUND_2}; {WRITABLE} and"),
         (
             lambda folder: (folder / ".lock").unlink(),
-            "{} lost its .lock to another run or a deletion while this run wrote it; "
-            f"{OF_ROUND_2}; to resume,",
+            f"{{}} lost its .lock to another run or a deletion while this run wrote it; {OF_ROUND_2};",
         ),
     ],
     ids=["quota", "read-only", "disk", "lock"],
@@ -311,7 +310,7 @@ def test_a_folder_that_is_gone(
 
     assert run_disturbed(folder, settings, disturb) == STORAGE_ERROR
     assert the_error(capfd) == (
-        f"hpcfl: error: {folder} was moved or deleted while this run wrote it; {OF_ROUND_2}; to resume, "
+        f"hpcfl: error: {folder} was moved or deleted while this run wrote it; {OF_ROUND_2}; "
         f"{AGAIN} where the folder is now (--out DIR)"
     )
     if then == "replaced":

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from bits import read_csv, refused
+from bits import SECONDS, read_csv, refused
 
 from hpcfl import __version__
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
-from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
+from hpcfl.storage.ledger import METRICS, SPENT
 from hpcfl.storage.runfolder import _check_links
 
 N, ROUNDS = 4, 3
@@ -103,7 +103,7 @@ def test_the_record_describes_the_run_and_can_be_run(run: Callable[..., Path], t
     assert environment["hpcfl"] == __version__
     assert environment["torch"] == torch.__version__
     typed = " ".join([*TINY, *words, "--quiet --out", str(folder)])
-    assert environment["command"] == f"python -m hpcfl.main {typed}"
+    assert environment["command"] == f"hpcfl {typed}"
     assert [place.split()[1:] for place in environment["ranks"]] == [["cpu", "loop"]]
     assert environment["processor"]
     again = tmp_path / "again"

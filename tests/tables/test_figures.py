@@ -456,7 +456,10 @@ def test_plan_for_a_gpu_is_made_where_there_is_none(table: Table, capsys: pytest
     words = ["--column", "easy", "--row", "alone", "data.per_client=40", "run.device=cuda", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     text = " ".join(capsys.readouterr().out.split())
-    assert "on this machine, which has no GPU, as run.device=cuda wants, for what is not finished" in text
+    assert (
+        "on this machine, which has no GPU although run.device=cuda expects one, for what is not finished"
+        in text
+    )
 
 
 def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:

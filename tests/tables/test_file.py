@@ -185,7 +185,7 @@ def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: 
     fewer = Table(folder / "paper.yaml", seeds=[5])
     # cells of the other seeds may come later, but their results are no results of all
     assert (fewer.folder, fewer.result_name) == (Path("runs/paper"), "paper-seeds5")
-    with pytest.raises(UserError, match="--seeds: 4 is none of the table's seeds; allowed: 3, 5"):
+    with pytest.raises(UserError, match="--seeds: 4 is not a seed of the table; allowed: 3, 5"):
         Table(folder / "paper.yaml", seeds=[3, 4])
 
 
@@ -236,7 +236,7 @@ def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None
         (
             ["lots"],
             [],
-            "--column lots is none of the labels; there are: few | many | kept, k = 0 | kept, k = 2",
+            "--column lots is unknown; allowed: few | many | kept, k = 0 | kept, k = 2",
         ),
         (
             ["few", "kept"],
@@ -292,13 +292,17 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         (
             "published: {few:",
             "published: {fev:",
-            ", row 1 (ours): published: fev is none of the columns; there are: few | many | kept, k = 0 | "
+            ", row 1 (ours): published: unknown column fev; allowed: few | many | kept, k = 0 | "
             "kept, k = 2; did you mean few?",
         ),
-        (NUMBERS, "published: {null: 61}", ", row 1 (ours): published: None is none of the columns"),
-        ("without: [many,", "without: [lots,", ", row 3 (local): without: lots is none of the columns"),
+        (NUMBERS, "published: {null: 61}", ", row 1 (ours): published: unknown column None; allowed: "),
+        ("without: [many,", "without: [lots,", ", row 3 (local): without: unknown column lots; allowed: "),
         (NUMBERS, "published_bytes: {few: -1}", ", row 1 (ours), published_bytes: it must be numbers from 0"),
-        (NUMBERS, "published_bytes: {fex: 1}", ", row 1 (ours): published_bytes: fex is none of the columns"),
+        (
+            NUMBERS,
+            "published_bytes: {fex: 1}",
+            ", row 1 (ours): published_bytes: unknown column fex; allowed: ",
+        ),
         (NUMBERS, "published: 61.43", ", row 1 (ours): published: 1 given for 4 columns; give one a column,"),
         ("61.43", "-61.43", ", row 1 (ours), published: it must be numbers from 0 on, one for"),
         (NUMBERS, "published: [61.43, null, 73]", ", row 1 (ours): published: 3 given for 4 columns;"),
@@ -316,15 +320,15 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("[0, 2]", "[{k: 1}]", ", column 3 (kept), sweep, value 1: it must be a number, true, false, text"),
         ("method.k, ", "train.k, ", ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key"),
         ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
-        ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep stands in place of columns"),
-        ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: mean is none of the rows; there are: "),
+        ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep and columns exclude each other"),
+        ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: unknown row mean; allowed: "),
         ("[ours, fedavg]", "[ours]", ": compare 1=['ours'] is invalid"),
-        ("columns: [few]", "columns: [fex]", ", compare ours with local: fex is none of the columns"),
+        ("columns: [few]", "columns: [fex]", ", compare ours with local: unknown column fex; allowed: "),
         ("columns: [few]", "columns: [many]", ", compare ours with local: its columns need a cell of both"),
         ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
         ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: Input should be 'after_download'"),
-        ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: loss is none of the quantities;"),
+        ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
         ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: Input should be"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
@@ -347,13 +351,13 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"kept, k = 2"', "lots", ": lots is none of the columns; there are: few | many | kept, k = 0"),
-        ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
+        ('"kept, k = 2"', "lots", ": unknown column lots; allowed: few | many | kept, k = 0"),
+        ("[local, ", "[locale, ", ": unknown row locale; allowed: ours |"),
         ("paper.yaml", "small.yaml", ": extends=small.yaml leads back to this file"),
         (
             "method: {hyp",
             "published: {many: 3}, method: {hyp",
-            ", row 2 (ours): published: many is none of the",
+            ", row 2 (ours): published: unknown column many; ",
         ),
     ],
 )

@@ -452,7 +452,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
             ", figure: quantity=beta is not a diagnostic with two or more axes of any row's method; allowed: "
             "alpha, self_weight, retained_rounds",
         ),
-        ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: gamma = 0.8 is none of the columns"),
+        ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: unknown column gamma = 0.8; allowed: "),
     ],
 )
 def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "fc3 is none of the layers; there are: conv1 | bn1 |"),
+        ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "unknown layer fc3; allowed: conv1 | bn1 |"),
         ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
     ],
 )

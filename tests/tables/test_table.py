@@ -143,7 +143,7 @@ def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Pa
         trees = [yaml.safe_load((base / name / "config.yaml").read_text()) for base in (whole, tmp_path)]
         environments = [tree.pop(ENVIRONMENT) for tree in trees]
         assert trees[0] == trees[1]
-        assert environments[0]["command"].startswith("python -m hpcfl.main table ")
+        assert environments[0]["command"].startswith("hpcfl table ")
 
 
 def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
@@ -634,7 +634,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         ("[0, 1]", "[]", "seeds=[] is invalid"),
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
-        ("rows:\n", "rows:\n  - fedprox\n", "fedprox is none of the rows; there are: none"),
+        ("rows:\n", "rows:\n  - fedprox\n", "unknown row fedprox; allowed: none"),
         ("[0, 1]", "[0, 1", "is not YAML"),
     ],
 )
@@ -658,7 +658,7 @@ def test_a_mistake_is_told_before_anything_starts(
         (["--part", "2"], "--part 2 is invalid"),
         (["--part"], "argument --part: expected one argument"),
         (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
-        (["--column", "a"], "--column a is none of the labels; there are: none"),
+        (["--column", "a"], "--column a is unknown; allowed: none"),
         (["--rounds", "0"], "train.rounds=0 is invalid"),
         (["--rounds", "x"], "--rounds: invalid int value: 'x'"),
         (["--seeds", "0;1"], "--seeds: invalid seeds value: '0;1'"),
@@ -743,6 +743,6 @@ def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: 
     end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
     stopped = mpirun(2, *command, check=False, env=end)
     assert stopped.returncode == STOPPED
-    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
+    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 hpcfl table ")
     assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
     assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
