@@ -149,29 +149,29 @@ class MethodAdapter:
         epochs = self.method.context.train.finetune_epochs
         with clients.read_only():
             if epochs:
-                return self._add_to("finetune", clients, self.method.finetune(clients, down, epochs))
-            return self._add_to("eval_model", clients, self.method.eval_model(clients, down))
+                return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
+            return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self.method.buffers.receive(clients, down)
         with clients.read_only():
             models = self.method.new_client_model(clients, down)
-        return self._add_to("new_client_model", clients, models)
+        return self._with_buffers("new_client_model", clients, models)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self.method.buffers.receive(clients, down)
         with clients.read_only():
             models = self.method.model_after_download(clients, down)
-        return self._add_to("model_after_download", clients, models)
+        return self._with_buffers("model_after_download", clients, models)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `train`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
         with clients.read_only():
             models = self.method.model_after_training(clients, down, up)
-        return self._add_to("model_after_training", clients, models)
+        return self._with_buffers("model_after_training", clients, models)
 
     def _message(self, hook: str, value: Message, count: int) -> Message:
         """Return a hook's message for `count` clients; raise TypeError or ValueError if it is not one."""
@@ -199,6 +199,6 @@ class MethodAdapter:
             )
         return message
 
-    def _add_to(self, hook: str, clients: ClientGroup, models: Message) -> Message:
+    def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:
         """Return the models of a hook with running statistics."""
         return self.method.buffers.add_to(self._message(hook, models, len(clients)), clients)
