@@ -291,7 +291,7 @@ def _classes(run: Run) -> Json:
     return {"shape": table.shape, "counts": base64_of(table.clip(max=2**16 - 1).astype("<u2"))}
 
 
-def _confusion(run: Run, most_lines: int) -> tuple[Json, list[str]]:
+def _confusion(run: Run, max_lines: int) -> tuple[Json, list[str]]:
     """Return the confusion matrices of all clients in training together and of single clients, and notes.
 
     Lines of uint32 in base64: 0 or a client's number plus 1, class, predicted class, samples.
@@ -311,7 +311,7 @@ def _confusion(run: Run, most_lines: int) -> tuple[Json, list[str]]:
     # of whole clients, as many as there is room for
     clients = np.unique(lines[:, 0])
     ends = np.searchsorted(lines[:, 0], clients, side="right")
-    shown = int((ends <= most_lines).sum())
+    shown = int((ends <= max_lines).sum())
     of_clients = lines[: ends[shown - 1] if shown else 0]
     of_clients[:, 0] += 1
     packed = np.concatenate([whole, of_clients]).clip(max=2**32 - 1).astype("<u4")

@@ -67,31 +67,31 @@ class Recorded:
             )
 
 
-def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]:
+def packed_pictures(pictures: Sequence[Recorded], max_bytes: int) -> list[Json]:
     """Return pictures for the page, in at most this many bytes before base64. If there are more, evaluations
     are thinned first, then clients.
     """
     packed: dict[int, Json] = {}
     # pictures that need less leave the rest to the others
     for left, index in enumerate(sorted(range(len(pictures)), key=lambda n: pictures[n].values.size)):
-        share = most_bytes // (len(pictures) - left)
+        share = max_bytes // (len(pictures) - left)
         packed[index] = _packed(pictures[index], share)
-        most_bytes -= math.prod([len(packed[index]["rounds"]), *packed[index]["shape"]])
+        max_bytes -= math.prod([len(packed[index]["rounds"]), *packed[index]["shape"]])
     return [packed[index] for index in range(len(pictures))]
 
 
-def _packed(recorded: Recorded, most_bytes: int) -> Json:
+def _packed(recorded: Recorded, max_bytes: int) -> Json:
     diagnostic, values = recorded.diagnostic, recorded.values
     axes = diagnostic.axes
     notes = ["only the last evaluation: earlier ones are not stored for so many clients"] * recorded.is_newest
     clients = values.shape[1]
     shown = min(clients, MAX_CLIENTS)
-    while shown > 1 and _size(values.shape[1:], axes, shown) > most_bytes:
+    while shown > 1 and _size(values.shape[1:], axes, shown) > max_bytes:
         shown //= 2
     if shown < clients:
         values = values[(slice(None), *(slice(shown if axis == "client" else None) for axis in axes))]
         notes.append(f"clients 0 to {shown - 1} of {clients}")
-    most = most_bytes // max(1, math.prod(values.shape[1:]))
+    most = max_bytes // max(1, math.prod(values.shape[1:]))
     kept = spread_out(len(values), min(most, MAX_EVALUATIONS))
     if len(kept) < len(values):
         # the last one, if there is room for only one

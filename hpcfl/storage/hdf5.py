@@ -238,12 +238,12 @@ def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], No
 
 def _write_layout(group: h5py.Group, slots: Sequence[Slot]) -> None:
     """Write names, offsets, layers [T] and shapes [T, most dimensions], where -1 pads the shorter shapes."""
-    most_dims = max((len(slot.shape) for slot in slots), default=0)
-    padded = [[*slot.shape, *[-1] * (most_dims - len(slot.shape))] for slot in slots]
+    max_dims = max((len(slot.shape) for slot in slots), default=0)
+    padded = [[*slot.shape, *[-1] * (max_dims - len(slot.shape))] for slot in slots]
     group["names"] = _encode([slot.name for slot in slots])
     group["layers"] = _encode([slot.module for slot in slots])
     group["offsets"] = np.array([slot.start for slot in slots], dtype=np.int64)
-    group["shapes"] = np.array(padded, dtype=np.int64).reshape(len(slots), most_dims)
+    group["shapes"] = np.array(padded, dtype=np.int64).reshape(len(slots), max_dims)
 
 
 def _read_layout(group: h5py.Group) -> tuple[Slot, ...]:

@@ -76,15 +76,15 @@ def record_of(text: str) -> dict[str, Any]:
     return found
 
 
-def whole_lines(path: Path, most_bytes: int | None = None) -> list[str]:
+def whole_lines(path: Path, max_bytes: int | None = None) -> list[str]:
     """Return the complete lines of a file, or of its last bytes; none if there is no file.
 
     Raises UserError if the file cannot be read.
     """
     try:
         with path.open("rb") as file:
-            if most_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            if max_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
             found = file.read()
     except FileNotFoundError:
         return []

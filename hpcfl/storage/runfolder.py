@@ -351,7 +351,7 @@ def _check_links(path: Path) -> None:
         try:
             mode = entry.lstat().st_mode
         except FileNotFoundError:
-            # a running run has renamed it
+            # a run that still writes here has renamed it
             continue
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise UserError(

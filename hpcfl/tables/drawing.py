@@ -226,8 +226,8 @@ def _draw_matrices(
     across = max(map(len, lines))
     heights = [max(len(matrix.values) for matrix in line) for line in lines]
     width = COLUMN_INCH if across < 4 else PAGE_INCH
-    most_columns = max(matrix.values.shape[1] for line in lines for matrix in line)
-    square = min((width - 1.0) / across / most_columns, MAX_INCH_A_CELL)
+    max_columns = max(matrix.values.shape[1] for line in lines for matrix in line)
+    square = min((width - 1.0) / across / max_columns, MAX_INCH_A_CELL)
     height = square * sum(heights) + 0.3 * len(lines) + 0.2
     whole, body = _page(title, notes, width, height)
     grid = body.subplots(len(lines), across, squeeze=False, height_ratios=heights)
