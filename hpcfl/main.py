@@ -2,13 +2,15 @@
 
 mpirun -n 9 hpcfl run                                pFedLA on the bundled digits
 mpirun -n 9 hpcfl run CONFIG.yaml key.sub=value ...  any run; without mpirun: serially
-hpcfl list | plan | data fetch | bench | watch ...   other commands; each has --help
+hpcfl list [keys]                                    methods, data, partitions, models, keys
+hpcfl plan CONFIG.yaml ...                           time, memory and disk of a run, before it
 mpirun -n 9 hpcfl doctor                             is this machine fit for runs?
 hpcfl report | export | predict | compare RUN ...    HTML page, models, predictions, differences
 mpirun -n 9 hpcfl table TABLE.yaml                   a comparison of many runs, and its table
 hpcfl claims                                         the papers' claims, judged by the results
+hpcfl data fetch | watch | bench | completion        downloads, running runs, speed, tab key
 
-`python -m hpcfl` is the same as `hpcfl`. The word `run` may be left out.
+Each command has --help. `python -m hpcfl` is the same as `hpcfl`. The word `run` may be left out.
 
 Rerun the same command to resume. Exit codes: 0 finished; 2 bad configuration or input; 3 stopped
 because numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory; 74 the run
