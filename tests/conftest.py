@@ -94,13 +94,13 @@ def double() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_warning_unseen(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fail a test in which the package warns, unless it looks at what is told or is marked `warns`."""
+    """Fail a test in which the package warns, unless it captures the output or is marked `warns`."""
     yield
     own = {*request.fixturenames} - {"caplog"} | {*signature(request.function).parameters}
     if own & {"capsys", "capfd", "caplog"} or request.node.get_closest_marker("warns"):
         return
-    told = [*caplog.get_records("setup"), *caplog.get_records("call")]
-    assert [record.getMessage() for record in told if record.name.startswith("hpcfl")] == []
+    records = [*caplog.get_records("setup"), *caplog.get_records("call")]
+    assert [record.getMessage() for record in records if record.name.startswith("hpcfl")] == []
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def mpirun(mpirun_command: list[str]) -> Mpirun:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "by what ranks that tests start talk to each other (default: shared-memory)"
-    parser.addoption("--transport", choices=TRANSPORTS, default="shared-memory", help=told)
+    text = "by what ranks that tests start talk to each other (default: shared-memory)"
+    parser.addoption("--transport", choices=TRANSPORTS, default="shared-memory", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -74,7 +74,7 @@ def steps(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_pages_made_from_the_code_are_as_the_code_is() -> None:
+def test_generated_pages_match_the_code() -> None:
     """If not: python tests/helpers/docs_pages.py."""
     there = [*(DOCS / "methods").glob("*.md"), DOCS / "keys.md"]
     assert {path: path.read_text() for path in there} == pages()
@@ -133,7 +133,7 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
                 run_forked(words[1:], cwd=tmp_path)
 
 
-def test_no_two_pages_use_one_run_folder_otherwise() -> None:
+def test_no_two_pages_use_one_run_folder_for_different_runs() -> None:
     """A reader who has done one page can do the next one in the same place."""
     uses: dict[str, set[tuple[str, str]]] = {}
     for page in WALKED:
@@ -147,7 +147,7 @@ def test_no_two_pages_use_one_run_folder_otherwise() -> None:
         assert len(pages) == 1 or len(ways) == 1, (folder, of_folder)
 
 
-def test_all_commands_that_the_walks_leave_out_are_on_a_page() -> None:
+def test_all_skipped_commands_are_on_a_page() -> None:
     walked = [shlex.join(words) for page in WALKED for words in typed(page)]
     assert set(ELSEWHERE) <= set(walked)
     assert len(set(walked) - set(ELSEWHERE)) >= 50
@@ -176,7 +176,7 @@ FAULTS = {
     ),
     "pre-emption, `scontrol requeue`; a rank, mpirun or all processes of a node killed": (
         "test_signalled_and_preempted_in_mid_round_a_job_comes_back "
-        "test_server_worker_and_mpirun_killed_at_four_moments test_all_processes_of_a_node_die"
+        "test_a_run_resumes_after_server_worker_and_mpirun_are_killed test_all_processes_of_a_node_die"
     ),
     "a second stop signal, a second or more later": "test_a_second_signal_to_mpirun_stops_all_ranks_at_once",
     "`scancel`": "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
@@ -206,7 +206,7 @@ FAULTS = {
     "nodes whose clocks are a minute apart, or that have one name": (
         "test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of"
     ),
-    "a rank out of memory": "test_a_worker_without_memory_ends_all",
+    "a rank out of memory": "test_a_worker_out_of_memory_ends_all_ranks",
     "a full disk or a quota, at a checkpoint or a CSV file": (
         "test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint test_a_fault_at_a_checkpoint "
         "test_a_quota_in_the_middle_of_a_line test_a_run_cannot_go_on_where_not_even_its_lock_has_room"
@@ -236,7 +236,7 @@ FAULTS = {
     "a client's numbers become nan or infinite": (
         "test_the_run_stops_and_goes_on_without_them test_a_client_left_out_is_as_if_it_had_not_been_sampled"
     ),
-    "one cell of a table fails": "test_a_cell_that_fails_does_not_lose_the_others",
+    "one cell of a table fails": "test_a_table_with_a_failed_cell_finishes_the_other_cells",
     "the machine's clock is set, /tmp is full or gone": (
         "test_clocks_and_times_of_files_that_jump test_no_place_for_passing_files"
     ),

@@ -171,7 +171,7 @@ def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/cifar10")])
-def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
+def test_pfedmb_trains_on_40_thousand_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
     assert split_sizes(dealt(load(name))[1]) == pytest.approx([40000, 10000, 10000], abs=40)
 
 
@@ -195,7 +195,7 @@ def choices(cell: Cell) -> tuple[str, str, float]:
     return config.method.name, str(config.method.options), config.train.lr
 
 
-def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
+def test_a_table_states_that_the_values_of_its_baselines_were_tuned_on_validation_samples() -> None:
     baselines, steps, tuning = map(table_of, ("baselines", "baselines_steps", "baselines_tuning"))
 
     for cell in (*steps.cells, *tuning.cells):
@@ -232,7 +232,7 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
         ("pfedmb_table2_small", "pfedmb_tuning"),
     ],
 )
-def test_what_a_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
+def test_values_that_a_table_calls_tuned_were_tried(name: str, tuning: str) -> None:
     table, tried = table_of(name), table_of(tuning)
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
     tuned = {row.label: row.tuned for row in table.rows}
@@ -245,7 +245,7 @@ def test_what_a_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_with_tuned_rows_names_the_file_that_tried_them(name: str) -> None:
+def test_a_table_with_tuned_rows_names_the_file_of_their_tuning(name: str) -> None:
     table = table_of(Path(name).stem)
     if any(row.tuned and not row.tuned.startswith("none") for row in table.rows):
         tunings = re.findall(r"\w+_tuning\.yaml", comments(name))

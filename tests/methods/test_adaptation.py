@@ -89,7 +89,7 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
 )
 @pytest.mark.usefixtures("double")
 @pytest.mark.warns
-def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> None:
+def test_rounds_of_per_fedavg_equal_those_by_hand(variant: str, keys: tuple[str, ...]) -> None:
     keys = (f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
     run = Run(PER_FEDAVG, *keys)
     start = run.driver.initial_server()
@@ -122,7 +122,7 @@ def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of(
 
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.usefixtures("double")
-def test_evaluation_takes_so_many_steps_on_training_data(steps: int) -> None:
+def test_evaluation_takes_the_given_number_of_steps_on_training_data(steps: int) -> None:
     keys = ("model.batchnorm=true", "train.rounds=1", "method.alpha=0.1")
     run = Run(PER_FEDAVG, *keys, f"method.adaptation_steps={steps}")
     evaluated, kept = run.evaluated(), run.server["theta"].clone()
@@ -136,7 +136,7 @@ def test_evaluation_takes_so_many_steps_on_training_data(steps: int) -> None:
     assert torch.equal(evaluated[BUFFERS], run.server[BUFFERS].expand(4, -1))
 
 
-def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> None:
+def test_fine_tuning_replaces_the_adaptation_by_epochs_with_its_step_size() -> None:
     run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
     tuned = run.evaluated()["theta"]
     for client in range(4):
@@ -229,7 +229,7 @@ ENDLESS = ("method.threshold=0", "method.most_passes=3", "method.weights_lr=20",
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedala_equal_a_slow_twin(keys: tuple[str, ...], fewest: int, most: int) -> None:
+def test_rounds_of_fedala_equal_a_plain_implementation(keys: tuple[str, ...], fewest: int, most: int) -> None:
     run = Run(FEDALA, "train.rounds=4", "train.lr=0.2", *keys)
     twin = SlowTwin(run)
     for number in range(4):
@@ -275,7 +275,7 @@ def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
     assert (run.evaluated()["theta"] != run.server["theta"]).any(dim=1).all()
 
 
-def test_more_adaptive_layers_than_there_are_are_refused() -> None:
+def test_more_adaptive_layers_than_the_model_has_are_refused() -> None:
     said = r"^method\.adaptive_layers=3 is more than the model's 2 layers \(.*\); allowed: up to 2$"
     with pytest.raises(UserError, match=said):
         method_of(FedALA, adaptive_layers=3)

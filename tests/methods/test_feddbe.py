@@ -85,7 +85,7 @@ class Twin:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*keys, FEDDBE)
     twin = Twin(run)
     for number in range(3):

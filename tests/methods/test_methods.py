@@ -89,7 +89,7 @@ def finished(settings: list[str]) -> Callable[[str, str], Run]:
 
 
 @pytest.mark.usefixtures("double")
-def test_sizes_are_those_of_the_network(finished: Callable[[str, str], Run]) -> None:
+def test_sizes_match_the_network(finished: Callable[[str, str], Run]) -> None:
     run = finished("fedavg", "loop")
     layout = run.method.layout
     assert {layer.name: slice(layer.start, layer.stop) for layer in layout.layers()} == LAYERS
@@ -399,7 +399,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SCORED_ELSEWHERE])
 @pytest.mark.usefixtures("double")
-def test_scored_model(finished: Callable[[str, str], Run], case: str) -> None:
+def test_the_scored_model_is_the_expected_one(finished: Callable[[str, str], Run], case: str) -> None:
     model = expected("SCORED", SCORED, case)
     run = finished(case, "loop")
     torch.testing.assert_close(run.evaluated(), model(run), rtol=1e-9, atol=1e-12)
@@ -422,7 +422,7 @@ def evaluated(run: Run, *groups: range) -> State:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_engines_agree(
+def test_both_engines_agree(
     finished: Callable[[str, str], Run], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, batched = finished(case, "loop"), finished(case, "batched")
@@ -456,7 +456,7 @@ def loss_on_training_data(run: Run, clients: ClientGroup, model: Message) -> flo
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
+def test_models_are_scored_at_the_expected_moments(finished: Callable[[str, str], Run], case: str) -> None:
     """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
     run = finished(case, "loop")
     driver, traits, state = run.driver, run.method.traits, run.workplace.state
@@ -507,7 +507,7 @@ def assert_same_model(one: Message, other: Message) -> None:
 
 
 @pytest.mark.parametrize("method", ["gpfl", "fedcp", "feddbe"])
-def test_one_class_alone_and_classes_that_nobody_holds_keep_all_finite(method: str) -> None:
+def test_numbers_stay_finite_with_one_class_and_with_classes_that_no_client_has(method: str) -> None:
     run = Run(f"method.name={method}", "train.rounds=2")
     give_one_class_each(run)
     up, clients = work(run, 0, 2)
@@ -534,7 +534,7 @@ class Careless(FedAvg):
 @pytest.mark.parametrize(
     ("name", "rows"), [("fedavg", 1), ("fedbabu", 1), ("fedem", 1), ("fedper", 4), ("careless", 4)]
 )
-def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
+def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     monkeypatch.setitem(METHODS, "careless", Careless)
@@ -558,7 +558,7 @@ def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
         ("train", Message(shared={"theta": torch.zeros(3)}), "returned theta as shared; return them per_c"),
     ],
 )
-def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:
+def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, said: str) -> None:
     kind = type("Mistaken", (FedAvg,), {hook: lambda *_: value})
     with pytest.raises((TypeError, ValueError), match=said) as caught:
         Run("method.name=fedavg", kind=kind)
@@ -573,7 +573,7 @@ class Moody(FedAvg):
         return super().train(clients, down) | mood
 
 
-def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:
+def test_the_traffic_of_an_own_tensor_is_counted_by_its_name() -> None:
     keys = ("method.name=fedavg", "train.rounds=1")
     more = Run(*keys, kind=Moody).bytes_by_client - Run(*keys).bytes_by_client
     assert more.tolist() == [[0, 8]] * len(more)
@@ -586,7 +586,7 @@ class Returning(FedAvg):
         return up
 
 
-def test_scoring_an_upload_puts_nothing_into_it() -> None:
+def test_scoring_an_upload_does_not_change_it() -> None:
     keys = ("method.name=fedavg", "model.batchnorm=true", "train.buffers=local", "run.eval_every=1")
     assert torch.equal(Run(*keys, kind=Returning).bytes_by_client, Run(*keys).bytes_by_client)
 
@@ -600,7 +600,7 @@ class Without(FedAvg):
         return Message()
 
 
-def test_what_a_method_says_of_its_model_after_the_download_holds(
+def test_the_declared_model_after_the_download_is_the_actual_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "without", Without)
@@ -615,7 +615,7 @@ def test_what_a_method_says_of_its_model_after_the_download_holds(
     assert own["accuracy_after_training"] == plain["accuracy_after_training"]
 
 
-def test_a_network_set_beside_its_layout_is_told() -> None:
+def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
     def careless(self: FedAvg, context: Context, params: Params) -> None:
         super(FedAvg, self).__init__(context, params)
         self.network = torch.nn.Linear(3, 2)
@@ -643,14 +643,14 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
         (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
     ],
 )
-def test_a_class_whose_hooks_contradict_each_other_cannot_be_made(
+def test_a_class_with_contradictory_hooks_is_refused(
     base: type[Method], member: str, value: object, said: str
 ) -> None:
     with pytest.raises(TypeError, match=said):
         type("Mistaken", (base,), {member: value})
 
 
-def test_a_diagnostic_is_of_clients_first() -> None:
+def test_the_first_axis_of_a_diagnostic_is_clients() -> None:
     with pytest.raises(ValueError, match="must be 'client'"):
         Diagnostic("alpha", ("layer", "client"), "", "")
 
@@ -671,7 +671,7 @@ def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, sa
         Run("method.name=local", "train.rounds=1", key, kind=type("Writes", (Local,), {hook: write}))
 
 
-def test_an_upload_without_a_model_says_what_is_missing() -> None:
+def test_an_upload_without_a_model_is_refused_with_what_is_missing() -> None:
     class Updates(FedAvg):
         def train(self, clients: ClientGroup, down: Message) -> Message:
             assert clients.round == 0
@@ -681,7 +681,7 @@ def test_an_upload_without_a_model_says_what_is_missing() -> None:
         Run("method.name=fedavg", kind=Updates)
 
 
-def test_a_codec_sends_differences_of_what_a_method_names_alone() -> None:
+def test_a_codec_sends_differences_only_of_tensors_that_the_method_names() -> None:
     class Whole(FedAvg):
         traits = FedAvg.traits.replace(differences=())
 

@@ -45,7 +45,7 @@ def headline(run: Any, field: str) -> dict[str, Any]:
     return {entry["name"]: entry[field] for entry in run["headline"]}
 
 
-def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_its_page_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main([*TINY[:-1], "run.checkpoint_every=1", "--out", str(folder)]) == FINISHED
     assert f"open in a browser\n  {folder}/report.html\n" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (folder / "report.html").read_bytes() == written
 
 
-def test_a_run_may_have_no_page(tmp_path: Path) -> None:
+def test_a_run_without_a_page_writes_none(tmp_path: Path) -> None:
     assert main([*TINY, "run.report=false", "--out", str(tmp_path / "run")]) == FINISHED
     assert not (tmp_path / "run" / "report.html").exists()
     # it changes no result
@@ -74,7 +74,7 @@ def test_a_run_may_have_no_page(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
+def test_the_page_of_an_unfinished_run_shows_its_rounds_so_far(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "pfedla", rising(4, 5))
     (folder / "clients.csv").unlink()
     metrics = folder / "metrics.csv"
@@ -156,7 +156,7 @@ def test_metrics_are_means_over_clients_that_have_them(
     assert (run["confusion"], run["notes"]) == ({}, ["no confusion matrix of 10 classes"])
 
 
-def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path) -> None:
+def test_the_newest_weights_are_shown_if_there_are_too_many(tmp_path: Path) -> None:
     weights = np.random.default_rng(0).random((3, len(LAYERS), 3), np.float32)
     more = {"of_method": {"self_weight": np.full((2, 3, len(LAYERS)), 0.5)}, "derived": {"alpha": weights}}
     folder = make_run(tmp_path / "pfedla", rising(2, 3), **more)
@@ -169,7 +169,9 @@ def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path) -> None:
     assert alpha["names"]["layer"] == LAYERS
 
 
-def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_shows_several_runs_or_all_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = tmp_path / "table"
     for seed in (0, 1):
         for method in ("fedavg", "local"):
@@ -191,7 +193,7 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert reported(both, table / "local-s0", raw)["notes"] == []
 
 
-def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a run folder" in refused(capsys, "report", tmp_path / "nowhere")
     assert "is not a run folder" in refused(capsys, "report", tmp_path)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
@@ -254,7 +256,7 @@ def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
+def test_a_picture_with_wrong_axes_loses_only_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
@@ -267,7 +269,7 @@ def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
     assert "'met' cannot be drawn" in refused(capsys, "report", folder)
 
 
-def test_axes_that_are_not_those_of_the_values_are_refused() -> None:
+def test_axes_that_do_not_match_the_values_are_refused() -> None:
     for axes, shape in {
         "client layer": (4,),
         "client": (4, 4),
@@ -282,7 +284,7 @@ def codes(picture: Any) -> list[int]:
     return list(base64.b64decode(picture["codes"]))
 
 
-def test_values_become_bytes_between_the_bounds() -> None:
+def test_values_are_coded_as_bytes_between_the_bounds() -> None:
     values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
     (packed,) = packed_pictures([Recorded(Diagnostic("a", ("client",), "", "", low=0), values, rounds)], 100)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
@@ -298,7 +300,7 @@ def test_values_become_bytes_between_the_bounds() -> None:
     assert codes(packed) == [0, 3, UNKNOWN]
 
 
-def test_steps_are_told_only_where_they_round_values() -> None:
+def test_the_page_names_the_step_of_values_only_if_they_are_rounded() -> None:
     def note(values: list[float]) -> str:
         one = Recorded(Diagnostic("a", ("client",), "", ""), np.array([values]), np.zeros(1, int))
         return str(packed_pictures([one], 100)[0]["note"])
@@ -308,7 +310,7 @@ def test_steps_are_told_only_where_they_round_values() -> None:
     assert note([0, 1, 0.3]) == "values in 254 steps of 0.0039"
 
 
-def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
+def test_evaluations_are_thinned_before_clients_and_the_page_reports_it() -> None:
     large, small = np.zeros((9, 4, 2, 4)), np.zeros((9, 4))
     axes = ("client", "layer", "client")
     rounds = np.arange(9)
@@ -326,7 +328,7 @@ def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
     assert (packed["shape"], packed["rounds"]) == ((4, 2, 4), [8])
 
 
-def test_what_is_kept_is_spread_out_with_both_ends() -> None:
+def test_thinning_keeps_both_ends_and_even_distances() -> None:
     assert spread_out(10, 4).tolist() == [0, 3, 6, 9]
     assert spread_out(3, 10).tolist() == [0, 1, 2]
     assert spread_out(1, 5).tolist() == [0]
@@ -367,7 +369,7 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 
 
-def test_lost_clients_and_the_simulated_clock_have_figures_and_a_curve(tmp_path: Path) -> None:
+def test_the_page_shows_lost_clients_and_the_simulated_clock(tmp_path: Path) -> None:
     keys = ["clients.drop_rate=0.5", "clients.step_s=1"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, lost=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])

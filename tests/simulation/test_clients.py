@@ -337,7 +337,7 @@ ALL = [
 """All keys of clients at once."""
 
 
-def test_the_bits_hang_neither_on_the_ranks_nor_on_a_stop(
+def test_the_bits_depend_neither_on_the_ranks_nor_on_a_stop(
     settings: list[str], tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """The stop is between two evaluations."""

@@ -1,6 +1,6 @@
 """Disks that are full or fail, folders that vanish, files that are cut or come from elsewhere.
 
-Each test tells what a user reads, what is kept, and that the same command goes on to undisturbed bits.
+Each test tells what a user reads, what is kept, and that the same command goes on to uninterrupted bits.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def settings(digits: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert run_here(folder, settings) == FINISHED
     return folder
 
@@ -77,20 +77,20 @@ def copied(unfinished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def goes_on(settings: list[str], undisturbed: Path) -> GoesOn:
-    """Return a function that takes the run of a folder to its end, with the bits of an undisturbed one."""
+def goes_on(settings: list[str], uninterrupted: Path) -> GoesOn:
+    """Return a function that takes the run of a folder to its end, with the bits of an uninterrupted one."""
 
     def check(folder: Path) -> None:
         assert run_here(folder, settings) == FINISHED
-        assert not differing(undisturbed, folder)
+        assert not differing(uninterrupted, folder)
 
     return check
 
 
 @pytest.fixture
-def small_disk(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+def small_disk(uninterrupted: Path, tmp_path: Path) -> Iterator[Path]:
     """Return a disk with room for two checkpoints of three; skip the test where that is not allowed."""
-    size = int(2.5 * (undisturbed / "checkpoint.prev.h5").stat().st_size)
+    size = int(2.5 * (uninterrupted / "checkpoint.prev.h5").stat().st_size)
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
@@ -258,7 +258,7 @@ def test_a_quota_in_the_middle_of_a_line(
 
 
 def test_what_no_number_hangs_on_is_given_up_with_a_warning(
-    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: Capture
+    settings: list[str], uninterrupted: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     """The log, TensorBoard's events and the report."""
     folder = tmp_path / "run"
@@ -287,7 +287,7 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
         "without"
     )
     assert report.startswith("hpcfl: warning: no report: ")
-    assert not differing(undisturbed, folder)
+    assert not differing(uninterrupted, folder)
 
 
 # Folders that are gone
@@ -378,7 +378,7 @@ def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
 
 
 def test_clocks_and_times_of_files_that_jump(
-    settings: list[str], undisturbed: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], uninterrupted: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node's clock is set forward and back by days while a run goes on; files are from other clocks."""
     true_time, day_s = time.time, 86_400
@@ -394,11 +394,11 @@ def test_clocks_and_times_of_files_that_jump(
     wall_s = [float(row["wall_s"]) for row in read_csv(copied / "metrics.csv")]
     assert wall_s == sorted(wall_s)
     assert wall_s[-1] < 1000
-    assert not differing(undisturbed, copied)
+    assert not differing(uninterrupted, copied)
 
 
 def test_no_place_for_passing_files(
-    settings: list[str], undisturbed: Path, tmp_path: Path, mpirun_command: list[str]
+    settings: list[str], uninterrupted: Path, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """TMPDIR does not exist, and /tmp, /var/tmp and the working folder take no file.
 
@@ -421,7 +421,7 @@ def test_no_place_for_passing_files(
     if "unshare failed" in ended.stderr or ended.returncode == 99:
         pytest.skip("/tmp cannot be hidden here")
     assert (ended.returncode, ended.stderr) == (FINISHED, "")
-    assert not differing(undisturbed, tmp_path / "run")
+    assert not differing(uninterrupted, tmp_path / "run")
 
 
 # Cut and damaged files
@@ -508,16 +508,16 @@ def test_an_unfinished_run_of_another_version_is_refused(
 
 
 def test_a_finished_run_of_an_older_schema_can_be_read(
-    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: Capture
+    settings: list[str], uninterrupted: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    older = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    older = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     make_older(older / "checkpoint.h5")
     line = refused(capfd, "--quiet", "--out", older, *settings)
     assert line.endswith("; report, compare, export and predict can read it")
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 7, 7, 1), np.float32))
     for words in (
         ["report", older],
-        ["compare", older, undisturbed],
+        ["compare", older, uninterrupted],
         ["export", older, "--client", 1, "--out", tmp_path / "client1"],
         ["predict", older, "--client", 1, tmp_path / "x.npz", "--out", tmp_path / "labels.csv"],
         ["watch", older],

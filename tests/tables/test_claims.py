@@ -120,7 +120,7 @@ def test_a_pair_that_the_table_compares_the_other_way_round_changes_its_sign(fol
     assert words == [("few", "shown", "+20.0 [+10.0, +30.0]")]
 
 
-def test_moments_are_told_apart(folder: Folder) -> None:
+def test_claims_distinguish_moments(folder: Folder) -> None:
     own, trained = difference(0.03, 0.02, 0.04), difference(-0.01, at="after training", seeds=1)
     folder.result("full.csv", "ours", 0.6)
     for lines in ([own, trained], [trained, own]):
@@ -130,7 +130,7 @@ def test_moments_are_told_apart(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
-def test_a_number_may_be_the_other_side(folder: Folder) -> None:
+def test_a_claim_may_compare_with_a_number(folder: Folder) -> None:
     """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
     folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
     words = folder.words(CLAIMS.replace("above: alone", "above: 60.0, columns: [few]"))
@@ -142,7 +142,7 @@ def test_a_number_may_be_the_other_side(folder: Folder) -> None:
     assert words == [("few", "not run", ""), ("many", "not run", "")]
 
 
-def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
+def test_a_claim_may_be_about_samples_instead_of_clients(folder: Folder) -> None:
     weighted = "  - {rows: [ours, alone], weighted: true}\n"
     (folder.tables / "full.yaml").write_text(FULL + weighted)
     folder.result("full.csv", "ours", 0.6)
@@ -190,7 +190,7 @@ def test_the_rounds_are_those_of_the_file_with_the_difference(folder: Folder) ->
     assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
 
 
-def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
+def test_the_verdict_names_seeds_of_one_partition(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
     for partitions, told in ((1, " of one partition"), (3, "")):
         folder.write("full_differences.csv", difference(0.03, 0.02, 0.04) | {"partitions": partitions})
@@ -246,7 +246,7 @@ ABOVE = "above: alone"
         ("    runs:", "    reason: so\n    runs:", "reason and evidence, the result file that it rests on,"),
     ],
 )
-def test_a_claim_on_what_is_not_there_is_told_in_a_line(
+def test_a_claim_on_a_missing_cell_is_refused_with_one_line(
     folder: Folder, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert old in CLAIMS
@@ -256,7 +256,7 @@ def test_a_claim_on_what_is_not_there_is_told_in_a_line(
     assert said in line
 
 
-def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
+def test_a_file_whose_tables_have_no_results_is_refused_with_one_line(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder.said()

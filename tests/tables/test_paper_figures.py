@@ -93,7 +93,7 @@ def png_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("png_alone")
 @pytest.mark.parametrize("path", FIGURE_FILES, ids=lambda path: path.stem)
-def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
+def test_a_figure_file_makes_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
     tiny = shrunk(path, images, tmp_path)
     assert main(["table", str(tiny), "--out", str(tmp_path / "out"), "--quiet"]) == FINISHED
     names = Table(tiny).figure_names
@@ -183,7 +183,7 @@ def texts(picture: Figure) -> str:
     return " ".join(text.get_text() for part in picture.subfigs for text in part.texts).replace("\n", " ")
 
 
-def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, Figure], whole: Path) -> None:
+def test_a_heat_map_shows_the_weights_of_the_checkpoint(toy: dict[str, Figure], whole: Path) -> None:
     found = panels(toy["figure_a"])
     weights = [history(f"{whole / slug}-s0") for slug in SLUGS]
     # a line a column of the table; in it the evaluations, of each all layers
@@ -205,7 +205,7 @@ def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, F
     assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in said
 
 
-def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path) -> None:
+def test_the_matrix_of_one_client_shows_its_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, second = panels(toy["figure_b"])
     weights = [history(f"{whole / slug}-s0")[-1, 2] for slug in SLUGS]
     # in the order of the file where it names them; all where it names none; from `low` on
@@ -217,7 +217,7 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path)
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
 
 
-def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
+def test_a_matrix_of_clients_by_layers_shows_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, _ = panels(toy["figure_g"])
     retained = history(f"{whole / SLUGS[0]}-s0", "retained_rounds")[-1]
     assert not np.array_equal(retained[:, 5], retained[:, 0])
@@ -226,7 +226,7 @@ def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figur
 
 
 @pytest.mark.usefixtures("png_alone")
-def test_of_too_many_weights_the_newest_are_drawn(
+def test_the_newest_weights_are_drawn_if_there_are_too_many(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 1)
@@ -285,7 +285,7 @@ def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Figure], whol
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.9", "0.5"]
 
 
-def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path) -> None:
+def test_points_are_drawn_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path) -> None:
     [axes] = panels(toy["figure_f"])
     assert list(dict.fromkeys(axes.get_legend_handles_labels()[1])) == ["HeurpFedLA", "Local"]
     runs = (SLUGS[0], "gamma-0.9/local", SLUGS[1])
@@ -302,7 +302,7 @@ def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path)
     ]
 
 
-def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
+def test_the_evaluation_nearest_to_the_given_round_is_drawn() -> None:
     rounds = [5, 10, 15, 20, 25, 30]
     assert evaluations(rounds, ["first", "middle", "last"]) == [0, 3, 5]
     # 7 is nearer to 5, 17 to 15, and what is beyond the end is the last
@@ -313,7 +313,7 @@ def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
 # Files
 
 
-def test_pictures_lie_beside_the_table_and_the_png_with_the_results(words: list[str], whole: Path) -> None:
+def test_pictures_are_beside_the_table_and_the_png_is_with_the_results(words: list[str], whole: Path) -> None:
     results = Path(words[0]).parent / "results"
     for name in ("figure_a", "figure_b"):
         png, pdf = ((whole / f"{name}.{ending}").read_bytes() for ending in ("png", "pdf"))
@@ -342,7 +342,7 @@ def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
         assert (copied / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_what_is_not_finished_is_named_and_the_rest_drawn(
+def test_unfinished_cells_are_named_and_the_others_are_drawn(
     words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(copied / f"{SLUGS[0]}-s0")
@@ -383,7 +383,7 @@ def test_each_checkpoint_is_verified_once(
 
 
 @pytest.mark.usefixtures("png_alone")
-def test_a_damaged_checkpoint_costs_its_own_cell_only(
+def test_a_damaged_checkpoint_omits_only_its_own_cell(
     words: list[str], copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copied / f"{SLUGS[0]}-s0"
@@ -455,7 +455,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
         ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: gamma = 0.8 is none of the columns"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_position(old: str, new: str, said: str, tmp_path: Path) -> None:
     assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(said)
 
 
@@ -466,7 +466,7 @@ def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_pat
         ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
     ],
 )
-def test_layers_and_clients_that_are_not_there_are_told_when_the_figure_is_drawn(
+def test_missing_layers_and_clients_are_reported_when_the_figure_is_drawn(
     words: list[str], copied: Path, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copied.parent / "toy.yaml"

@@ -135,7 +135,7 @@ PARTS_LEFT = "when all parts have ended, repeat the command without --part: it r
 # What the cells are, and the table
 
 
-def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_cell_equals_a_single_run(words: list[str], whole: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in whole.iterdir()) == sorted([*ALONE, *OUTPUTS])
     for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
         assert run_here(tmp_path / name, [*words[1:], "run.eval_every=2", *ALONE[name]]) == FINISHED
@@ -146,7 +146,7 @@ def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Pa
         assert environments[0]["command"].startswith("python -m hpcfl.main table ")
 
 
-def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
+def test_the_numbers_of_the_table_are_those_of_the_run_folders(whole: Path) -> None:
     rows = figures(whole)
     assert list(rows[0])[-4:] == ["title", "size", "accuracy_seed_0", "accuracy_seed_1"]
     assert [row["label"] for row in rows] == ["fedavg", "HeurpFedLA, k = 2"]
@@ -173,7 +173,7 @@ def count_bytes(folder: Path, way: str) -> tuple[int, int]:
     return sum(int(line["bytes"]) for line in lines) - other, other
 
 
-def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
+def test_diagnostics_summarise_the_history_of_methods(whole: Path) -> None:
     lines = read_csv(whole / "diagnostics.csv")
     # evaluations after rounds 2 and 3
     kinds = {(line["label"], line["seed"], line["round"], line["quantity"]) for line in lines}
@@ -190,7 +190,7 @@ def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
     assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
 
 
-def test_rows_of_other_lengths_say_so(
+def test_rows_with_another_number_of_rounds_are_marked(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longer = tmp_path / "longer.yaml"
@@ -205,7 +205,7 @@ def test_rows_of_other_lengths_say_so(
     assert (first[-1], second[-2]) == ("30", "4")
 
 
-def test_options_go_with_their_kind_and_what_a_row_sets_the_command_line_does_not(tmp_path: Path) -> None:
+def test_options_apply_to_their_method_and_rows_override_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         """
@@ -343,7 +343,7 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     assert [row["seeds"] for row in results] == ["2", "0", "1"]
 
 
-def test_a_column_without_data_is_skipped_and_told(
+def test_a_column_without_data_is_skipped_and_reported(
     of_two: tuple[list[str], list[str]], tmp_path: Path, told: Told
 ) -> None:
     words, _ = of_two
@@ -363,7 +363,7 @@ def test_a_column_without_data_is_skipped_and_told(
     assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["0", "0"]
 
 
-def test_without_any_column_with_data_it_is_an_error(
+def test_a_table_without_any_data_is_an_error(
     of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, _ = of_two
@@ -372,7 +372,7 @@ def test_without_any_column_with_data_it_is_an_error(
         assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
 
 
-def test_the_file_of_a_column_s_data_is_named_for_it_alone(
+def test_each_column_names_its_own_data_file(
     of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     words, file = of_two
@@ -408,7 +408,7 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
 # Going on
 
 
-def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
+def test_two_parts_make_the_whole_table(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
     folder = tmp_path / "out"
     out = told(folder, *words, "--part", "1/2")
     assert begun(out) == [1, 3]
@@ -429,7 +429,7 @@ def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path,
     assert [row | SPEEDS for row in figures(folder)] == [row | SPEEDS for row in figures(whole)]
 
 
-def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
+def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
     words: list[str], whole: Path, tmp_path: Path, told: Told
 ) -> None:
     def start(part: str) -> int:
@@ -449,7 +449,7 @@ def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
         assert not differing(whole / name, tmp_path / name)
 
 
-def test_a_cell_that_fails_does_not_lose_the_others(
+def test_a_table_with_a_failed_cell_finishes_the_other_cells(
     words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, damaged = copied, copied / "fedavg-s0"
@@ -482,7 +482,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
     monkeypatch.setattr(METHODS["fedavg"], "aggregate", raise_it)
 
 
-def test_a_cell_without_memory_does_not_lose_the_others(
+def test_a_table_with_a_cell_out_of_memory_finishes_the_other_cells(
     words: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raising(monkeypatch, MemoryError())
@@ -501,7 +501,7 @@ def test_a_cell_without_memory_does_not_lose_the_others(
         (ForcedStop(signal.SIGTERM), [1, 4]),
     ],
 )
-def test_a_cell_whose_run_died_is_the_last_and_one_that_something_else_ended_the_next(
+def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
     words: list[str],
     half: Path,
     tmp_path: Path,
@@ -523,7 +523,7 @@ def test_a_cell_whose_run_died_is_the_last_and_one_that_something_else_ended_the
     assert (tmp_path / "cell").read_text() == "\n"
 
 
-def test_stopped_at_every_round_boundary(
+def test_a_table_stopped_after_any_round_is_resumed(
     words: list[str],
     whole: Path,
     tmp_path: Path,
@@ -564,9 +564,7 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         assert not differing(whole / name, folder / name)
 
 
-def test_cells_without_their_last_files_are_run_to_their_ends(
-    words: list[str], whole: Path, copied: Path
-) -> None:
+def test_cells_that_lack_their_last_files_are_resumed(words: list[str], whole: Path, copied: Path) -> None:
     (copied / "fedavg-s0" / "clients.csv").unlink()
     # as a run leaves it that is killed before its last evaluation
     metrics = copied / "fedavg-s1" / "metrics.csv"
@@ -579,7 +577,7 @@ def test_cells_without_their_last_files_are_run_to_their_ends(
     assert before.items() <= files(copied).items()
 
 
-def test_more_rounds_go_on_and_quiet_prints_nothing(
+def test_a_table_with_more_rounds_is_resumed_and_quiet_prints_nothing(
     words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table(copied, *words, "train.rounds=4", "--quiet") == FINISHED
@@ -590,7 +588,7 @@ def test_more_rounds_go_on_and_quiet_prints_nothing(
     assert not differing(tmp_path / "alone", copied / "fedavg-s0")
 
 
-def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
+def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
     words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
 ) -> None:
     changed = tmp_path / "changed.yaml"
@@ -638,7 +636,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         ("[0, 1]", "[0, 1", "is not YAML"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_in_the_file_is_reported_before_the_first_run(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     assert TABLE.count(old) == 1
@@ -669,7 +667,7 @@ def test_a_mistake_is_told_before_anything_starts(
         (["other.yaml"], "more than one configuration file"),
     ],
 )
-def test_a_mistake_on_the_command_line(
+def test_a_mistake_on_the_command_line_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
     assert said in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
@@ -685,7 +683,7 @@ def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cell_that_something_else_lies_in_is_refused(
+def test_a_cell_folder_of_something_else_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
@@ -712,7 +710,7 @@ def test_three_ranks_make_the_same_table(
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
 
 
-def test_three_ranks_plan_once_and_are_refused_once(
+def test_three_ranks_print_a_plan_and_a_refusal_once(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     chain = tmp_path / "chain.yaml"
@@ -738,7 +736,9 @@ def test_three_ranks_plan_once_and_are_refused_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.yaml", "codes"]
 
 
-def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
+def test_ranks_stop_together_and_resume(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
+) -> None:
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--part", "1/4", "--out", tmp_path / "out"]
     end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
     stopped = mpirun(2, *command, check=False, env=end)
