@@ -36,7 +36,7 @@ QUICK = {
     f"test_{name}"
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
-        *("messages", "modular", "parameters", "partitions", "randomness", "rooms", "shard"),
+        *("messages", "modular", "parameters", "partitions", "randomness", "layers", "shard"),
         *("curves", "sources", "stopping", "view"),
     )
 }
@@ -47,7 +47,7 @@ LONGEST = [
     f"test_{name}"
     for name in (
         *("docs", "process_faults", "jobs", "bits", "marked_device", "nodes", "resume", "transports"),
-        *("methods", "paper_figures", "unseen", "clients", "three_rounds", "table", "faults", "take_away"),
+        *("methods", "paper_figures", "unseen", "clients", "three_rounds", "table", "faults", "export"),
         *("divergence", "sharded_runs", "slurm_nodes", "page", "kinds", "bench", "under_mpirun", "plan"),
         *("trackers", "configs", "networks", "memory", "hostile", "privacy", "cli", "patience"),
     )

@@ -118,7 +118,7 @@ def words(files: dict[str, Path]) -> list[str]:
     return [f"{key}={path}" for key, path in files.items()]
 
 
-def test_own_files_run_on_any_number_of_ranks_and_go_on(
+def test_runs_with_own_files_work_on_any_number_of_ranks_and_are_resumed(
     files: dict[str, Path], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [*words(files), *TINY, "data.partition.samples=10"]
@@ -151,7 +151,7 @@ def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_an_edited_file_is_not_that_of_its_configuration(
+def test_an_edited_own_file_does_not_match_its_configuration(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     config = load_config(None, words(files))
@@ -164,7 +164,7 @@ def test_an_edited_file_is_not_that_of_its_configuration(
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[str, Path], key: str) -> None:
+def test_a_moved_own_file_is_the_same_and_another_name_replaces_it(files: dict[str, Path], key: str) -> None:
     tree = load_config(None, [*words(files), "method.left_out=2", "data.partition.samples=10"]).tree()
     moved = files[key].parent / "elsewhere" / files[key].name
     moved.parent.mkdir()
@@ -181,7 +181,7 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_names_and_files_that_do_not_go_together(
+def test_names_and_files_that_do_not_match_are_refused(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     kind, name_key, other = KINDS[key]
@@ -192,7 +192,9 @@ def test_names_and_files_that_do_not_go_together(
     assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in said
 
 
-def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Path], tmp_path: Path) -> None:
+def test_naming_the_content_of_a_file_keeps_it_and_null_removes_it(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     saved = tmp_path / "config.yaml"
     saved.write_text(load_config(None, [*words(files), "method.left_out=2"]).yaml())
     for given in ("data.source=my_data", f"data.reader={files[READER]}", "method.name=my_method"):
@@ -234,7 +236,7 @@ UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n
         ),
     ],
 )
-def test_a_file_that_is_no_such_thing_is_refused(
+def test_a_file_of_another_kind_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, text: str | None, said: str
 ) -> None:
     path = tmp_path / "mine.py"
@@ -283,7 +285,7 @@ TABLE = "my_partition: its table"
         ),
     ],
 )
-def test_mistakes_inside_a_file_are_told(
+def test_mistakes_inside_a_file_are_reported(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str, old: str, new: str, said: str
 ) -> None:
     assert old in FILES[key]
@@ -308,7 +310,7 @@ def test_options_of_an_own_method_are_checked(
     )
 
 
-def test_annotations_are_what_they_are_to_python(files: dict[str, Path]) -> None:
+def test_annotations_are_read_as_python_reads_them(files: dict[str, Path]) -> None:
     path = files[METHOD]
     text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
     path.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")

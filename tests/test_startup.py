@@ -12,7 +12,7 @@ LATER = ("matplotlib", "rich", "scipy", "sklearn", "torchvision", "torch._dynamo
 """Libraries that take a tenth of a second and more, and are imported where they are used."""
 
 
-def test_a_start_imports_what_every_rank_needs() -> None:
+def test_a_start_imports_only_what_every_rank_needs() -> None:
     look = f"""
 import sys
 import hpcfl

@@ -55,7 +55,7 @@ def gates(tmp_path: Path) -> Gates:
 
 
 @pytest.mark.soak
-def test_a_job_whose_time_is_nearly_up_comes_back(
+def test_a_job_whose_time_is_nearly_up_is_requeued(
     slurm: Slurm, gated: list[str], gates: Gates, uninterrupted: Path, tmp_path: Path
 ) -> None:
     gates.close(1)
@@ -73,7 +73,7 @@ def test_a_job_whose_time_is_nearly_up_comes_back(
     assert not differing(tmp_path / "run", uninterrupted)
 
 
-def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
+def test_a_job_signalled_and_preempted_during_a_round_is_requeued(
     slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Once with mpirun and once with srun, at the same time."""
@@ -116,7 +116,7 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
         assert not (slurm.folder / "runs" / ".jobs" / job.number).exists()
 
 
-def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back(
+def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued(
     slurm: Slurm,
     gated: list[str],
     gates: Gates,
@@ -149,7 +149,7 @@ def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_b
     assert not differing(folder, uninterrupted)
 
 
-def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
+def test_a_job_that_saves_no_round_is_not_requeued_for_ever(
     slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
     gates.close(0)
@@ -166,7 +166,9 @@ def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
     assert job.output.count("start ") == 2
 
 
-def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str], gates: Gates) -> None:
+def test_a_plain_srun_is_refused_with_the_correct_command(
+    slurm: Slurm, gated: list[str], gates: Gates
+) -> None:
     command = ["python", "-m", "hpcfl.main", *gated, "--out", "plain"]
     refused = slurm.try_call("srun", "--ntasks=2", "--mpi=none", *command, env=gates.env)
     assert refused.returncode == BAD_INPUT
@@ -175,7 +177,7 @@ def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str
     assert not (slurm.folder / "plain").exists()
 
 
-def test_an_array_loses_no_cell_but_the_one_that_fails(
+def test_an_array_finishes_all_cells_but_the_one_that_fails(
     slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
     *settings, own_method = gated

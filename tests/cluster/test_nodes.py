@@ -186,7 +186,7 @@ def test_a_link_that_the_network_gives_up_ends_the_run(
 
 @pytest.mark.nodes
 @pytest.mark.parametrize(("mpi", "then"), [(0, 1), (1, 0)])
-def test_all_processes_of_a_node_die(
+def test_a_run_resumes_after_all_processes_of_a_node_die(
     nodes: Nodes,
     launch: Launcher,
     resume: Resume,
@@ -258,7 +258,7 @@ def on_two_nodes(nodes: Nodes, settings: list[str], tmp_path: Path, mpirun_comma
     return program
 
 
-def test_data_that_one_node_lacks(
+def test_data_that_one_node_lacks_are_reported(
     nodes: Nodes, settings: list[str], tmp_path: Path, on_two_nodes: Program
 ) -> None:
     path = next(setting for setting in settings if setting.startswith("data.path=")).partition("=")[2]
@@ -271,7 +271,9 @@ def test_data_that_one_node_lacks(
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_versions_of_one_node_that_differ(nodes: Nodes, tmp_path: Path, on_two_nodes: Program) -> None:
+def test_different_versions_on_one_node_are_reported(
+    nodes: Nodes, tmp_path: Path, on_two_nodes: Program
+) -> None:
     place = Path(str(distribution("numpy").locate_file(f"numpy-{np.__version__}.dist-info/METADATA")))
     other = tmp_path / "METADATA"
     other.write_text(place.read_text().replace(f"Version: {np.__version__}", "Version: 1.0"))
@@ -298,7 +300,7 @@ def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"PYTHONPATH": os.pathsep.join([str(everywhere), str(REPOSITORY)])}
 
 
-def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
+def test_a_run_warns_of_a_wrong_clock_and_of_two_nodes_of_one_name(
     nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program
 ) -> None:
     """Each warning is one line, before the first round."""
@@ -316,7 +318,7 @@ def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
 
 
 @pytest.mark.nodes
-def test_a_doctor_of_two_nodes(
+def test_the_doctor_checks_two_nodes(
     nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program, tmp_path: Path
 ) -> None:
     with nodes[2].seeing(tmp_path):

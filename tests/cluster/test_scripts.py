@@ -118,7 +118,7 @@ def notes(folder: Path) -> list[str]:
         (["137 first", f"{FINISHED} -"], FINISHED),
     ],
 )
-def test_other_cells_are_run_after_a_fault_and_only_then(submit: Path, ends: list[str], code: int) -> None:
+def test_other_cells_are_run_only_after_a_fault(submit: Path, ends: list[str], code: int) -> None:
     # one more start than there should be
     done = job(submit, "table.sbatch", [*ends, "99 another"])
     assert done.code == code, done.said
@@ -156,7 +156,7 @@ def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> Non
     assert notes(submit) == []
 
 
-def test_a_controller_that_is_away_for_a_while_loses_no_job(submit: Path) -> None:
+def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=4)
     assert done.code == 0, done.said
     assert done.calls[-1] == "scontrol requeue 7"
@@ -165,7 +165,7 @@ def test_a_controller_that_is_away_for_a_while_loses_no_job(submit: Path) -> Non
     assert done.end_time == str(int(time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1))))
 
 
-def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
+def test_without_an_answer_a_job_has_no_end_time_and_is_not_requeued(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=99)
     assert (done.code, done.end_time) == (STOPPED, "")
     assert "not requeued; submit the same command again to resume" in done.said
@@ -182,7 +182,7 @@ def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
         (f"{BAD_INPUT}", []),
     ],
 )
-def test_notes_of_jobs_do_not_pile_up(submit: Path, end: str, left: list[str]) -> None:
+def test_notes_of_finished_jobs_are_deleted(submit: Path, end: str, left: list[str]) -> None:
     week_s = 7.5 * 24 * 3600
     forgotten, recent = (submit / "runs" / ".jobs" / name for name in ("5", "6"))
     for folder in (forgotten, recent):
@@ -193,7 +193,7 @@ def test_notes_of_jobs_do_not_pile_up(submit: Path, end: str, left: list[str]) -
     assert notes(submit) == sorted(["6", *left])
 
 
-def test_no_notes_are_taken_from_jobs_that_slurm_knows_or_does_not_tell(submit: Path) -> None:
+def test_notes_of_jobs_that_slurm_knows_are_kept_also_if_it_does_not_answer(submit: Path) -> None:
     for number in ("8", "88"):
         folder = submit / "runs" / ".jobs" / number
         folder.mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_srun_is_given_the_type_that_fits_the_mpi_or_is_refused(
         assert f"srun --mpi={wanted} " in done.said
 
 
-def test_only_steps_that_were_killed_are_passed_over(submit: Path) -> None:
+def test_only_numbers_of_killed_steps_are_skipped(submit: Path) -> None:
     """Their numbers alone may have left shared memory behind."""
     passed_over = []
     for start, code in enumerate((STOPPED, STOPPED, 137, STOPPED, 137, STOPPED)):

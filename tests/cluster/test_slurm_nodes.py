@@ -122,7 +122,7 @@ def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *close
     return jobs
 
 
-def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
+def test_a_signalled_and_preempted_job_resumes_on_other_nodes(
     slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     with slurm.drained(3):
@@ -187,7 +187,7 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
         slurm.start_node(nodes[dying])
 
 
-def test_a_node_that_is_started_anew(
+def test_a_run_resumes_after_one_of_its_nodes_restarts(
     nodes: Nodes, slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     """mpirun's job fails before SLURM notices; srun's fails, too, or is requeued, or its ranks give up."""

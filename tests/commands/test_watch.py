@@ -69,7 +69,7 @@ def figures(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name}
 
 
-def test_a_run_that_goes_on_and_is_killed(
+def test_watch_shows_a_running_and_then_killed_run(
     going_on: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, pid = going_on
@@ -114,7 +114,7 @@ sys.exit(main(["watch", folder]))
 """
 
 
-def test_nothing_is_opened_for_writing_and_no_lock_is_taken(going_on: tuple[Path, int]) -> None:
+def test_watch_opens_no_file_for_writing_and_takes_no_lock(going_on: tuple[Path, int]) -> None:
     folder, _ = going_on
     done = run_forked(["-c", LOOK, str(folder)])
     read = set(re.findall("^read (.*)", done.stdout, re.MULTILINE))
@@ -122,7 +122,7 @@ def test_nothing_is_opened_for_writing_and_no_lock_is_taken(going_on: tuple[Path
     assert "state       running" in done.stdout
 
 
-def test_a_terminal_shows_how_it_goes_until_ctrl_c(
+def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
     going_on: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcfl.commands.watch.PAUSE_S", 0.05)
@@ -143,7 +143,7 @@ def test_a_terminal_shows_how_it_goes_until_ctrl_c(
     assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]
 
 
-def test_a_finished_run(
+def test_watch_shows_a_finished_run(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal is left at once."""
@@ -158,7 +158,7 @@ def test_a_finished_run(
     assert "state       finished" in watched(capsys, finished)
 
 
-def test_without_an_evaluation_there_is_none(
+def test_watch_shows_no_accuracy_before_the_first_evaluation(
     finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -173,7 +173,7 @@ def test_without_an_evaluation_there_is_none(
     assert line.split() == ["run", "stopped", "0/3", "-", "-"]
 
 
-def test_a_line_is_short_of_names_alone(
+def test_watch_shortens_only_names_in_a_line(
     finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / ("long" * 20)

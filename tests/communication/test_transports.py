@@ -51,7 +51,7 @@ def test_a_run_over_ofi_has_the_bits_of_one_rank(
 @pytest.mark.nodes
 @pytest.mark.parametrize("tests", WHOLE)
 @pytest.mark.parametrize("transport", NETWORKS)
-def test_all_over_a_network(transport: str, tests: str) -> None:
+def test_collective_tests_pass_over_a_network(transport: str, tests: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--transport", transport, "-W", "error"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{tests}"]
     done = run_tree(command, timeout=3600, check=False)

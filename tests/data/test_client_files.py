@@ -88,7 +88,7 @@ def test_femnist_keeps_the_split_of_leaf(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scaled(arrays), np.float32(images))
 
 
-def test_femnist_keeps_every_255th_as_a_byte_and_other_values_as_floats(tmp_path: Path) -> None:
+def test_femnist_stores_multiples_of_1_255_as_bytes_and_other_values_as_floats(tmp_path: Path) -> None:
     every_byte = np.resize(np.arange(256) / 255, 784).tolist()
     leaf_file(tmp_path, "0.json", {"a": {"x": [every_byte], "y": [0]}})
     assert femnist(tmp_path).x.dtype == np.uint8
@@ -189,7 +189,7 @@ def test_pfllib_is_read_client_by_client(tmp_path: Path) -> None:
         np.arange(240, dtype=np.float16).reshape(2, 3, 4, 10)[..., ::2],
     ],
 )
-def test_pfllib_of_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
+def test_pfllib_files_may_have_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
     part = {"x": x, "y": np.array([0, 1], np.uint8)}
     pfllib_folder(tmp_path, [part], [part])
     arrays = pfllib(tmp_path)
@@ -239,7 +239,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("place", ["array", "beside", "label"])
-def test_a_pickle_that_wants_to_run_code_is_refused(place: str, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused(place: str, tmp_path: Path) -> None:
     trap = tmp_path / "created"
     part = client([0, 1], 0)
     pfllib_folder(tmp_path, [part], [part])

@@ -50,7 +50,7 @@ def refusal(path: str, keys: str) -> str:
     return said.removeprefix(f"data.path={path}: ")
 
 
-def test_features_and_classes_by_hand(tmp_path: Path) -> None:
+def test_features_and_classes_equal_those_by_hand(tmp_path: Path) -> None:
     arrays = read(table(tmp_path, TABLE), "target=kind categorical=[job,town]")
     # age, baker, "cook, old", nurse, hours, works, towns 3, 7 and 10
     expected = [
@@ -82,7 +82,7 @@ def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> N
     assert arrays.sample == SampleType((6,))
 
 
-def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> None:
+def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     text = "a,b,job,y\n1,,nurse,0\n3,2,,1\n,4,cook,0\n5,6,cook,1\n,7,cook,0\n"
     path = table(tmp_path, text)
     keys = "target=y categorical=[job]"
@@ -103,7 +103,7 @@ def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> Non
     assert "(b 1)" in refusal(table(tmp_path, "y,b\n0,1\n1\n0,1\n1,2\n"), "target=y")
 
 
-def test_it_is_normalised_by_the_training_rows_and_trains(tmp_path: Path) -> None:
+def test_a_run_normalises_by_the_training_rows(tmp_path: Path) -> None:
     stream = np.random.default_rng(0)
     y = stream.integers(2, size=80)
     rows = zip(100 * y + stream.normal(size=80), stream.normal(size=80), y, np.arange(80) % 4, strict=True)
@@ -172,11 +172,13 @@ def test_keys_that_would_have_no_effect_are_refused(keys: str, said: str, tmp_pa
     assert refusal(path, f"target=kind {keys}").startswith(said)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path), "target=y") == "no such file; name a CSV file, such as FILE.csv"
 
 
-def test_without_pandas_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     said = refusal(table(tmp_path, TABLE), "target=kind")
     assert said.startswith("data.source=csv needs the package pandas (")

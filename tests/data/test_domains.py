@@ -76,7 +76,7 @@ def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path)
     assert arrays.num_classes == 2
 
 
-def test_images_are_brought_to_one_size(tmp_path: Path) -> None:
+def test_images_are_resized_to_one_size(tmp_path: Path) -> None:
     picture(tmp_path / "large" / "one" / "0.png", np.repeat([[0, 0, 80, 80]], 4, axis=0))
     picture(tmp_path / "small" / "one" / "0.png", [[5, 6], [7, 8]])
     with pytest.raises(UserError, match=r"of 2 sizes, from 2x2 to 4x4; .*data.image_size, such as .*=2$"):
@@ -105,7 +105,7 @@ def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path:
     assert len(np.unique(taken)) == len(taken)
 
 
-def test_domains_draw_from_streams_of_their_own(tmp_path: Path) -> None:
+def test_each_domain_has_its_own_random_stream(tmp_path: Path) -> None:
     same = {"x": np.zeros((60, 4, 4), np.uint8), "y": np.arange(60) % 2}
     path = npz_folder(tmp_path, a=same, b=same, c=same)
     words = words_of(path, "data.clients=6", "data.partition.name=dirichlet")
@@ -149,7 +149,7 @@ def test_a_plan_names_the_domain_of_each_client(tmp_path: Path, capsys: pytest.C
     assert ["all", "60", "60", "86", "0", "34"] in lines
 
 
-def test_results_of_a_table_tell_domains_apart(tmp_path: Path) -> None:
+def test_results_of_a_table_distinguish_domains(tmp_path: Path) -> None:
     path = npz_folder(tmp_path)
     (tmp_path / "two.yaml").write_text(
         f"settings:\n  data: {{source: domains, path: {path}, clients: 4}}\n  model: {{name: mlp}}\n"

@@ -81,7 +81,7 @@ def same(one: list[ClientIndices], other: list[ClientIndices]) -> bool:
     ("clients", "classes", "per_client"),
     [(2, 10, 5), (100, 10, 4), (10, 10, 9), (7, 10, 10), (13, 7, 5), (3, 100, 12), (5, 3, 1)],
 )
-def test_deal_is_balanced_and_gives_no_client_a_class_twice(
+def test_classes_are_assigned_evenly_and_no_client_gets_a_class_twice(
     clients: int, classes: int, per_client: int
 ) -> None:
     owned = balanced_classes(clients, classes, per_client, seed=1)
@@ -92,7 +92,7 @@ def test_deal_is_balanced_and_gives_no_client_a_class_twice(
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_no_sample_is_used_twice_and_who_has_which_depends_on_the_seed_alone(name: str) -> None:
+def test_no_sample_is_assigned_twice_and_the_partition_depends_only_on_the_seed(name: str) -> None:
     parts = deal(name, val_fraction=0.2)
     used = all_indices(parts)
     assert len(set(used.tolist())) == len(used)
@@ -127,14 +127,14 @@ def test_the_split_of_pfllib_and_fedem_is_exact_by_client_and_not_by_class(name:
     assert (np.abs(train - 0.7 * whole) <= 5 * np.sqrt(0.21 * whole) + 1).all()
 
 
-def test_the_partitions_that_are_not_stratified() -> None:
+def test_only_some_partitions_are_not_stratified() -> None:
     assert NOT_STRATIFIED == ["pathological", "dirichlet_pfllib", "mixture", "pachinko", "given"]
 
 
 @pytest.mark.parametrize(
     "name", ["dirichlet", "iid", "pathological", "dirichlet_pfllib", "mixture", "pairs", "pachinko", "given"]
 )
-def test_all_samples_are_dealt_when_the_sizes_allow_it(name: str) -> None:
+def test_all_samples_are_assigned_if_the_sizes_allow_it(name: str) -> None:
     assert sorted(all_indices(deal(name))) == list(range(6000))
 
 
@@ -151,13 +151,13 @@ def test_classes_counts_the_demand_for_the_smallest_class() -> None:
     assert sorted(table.ravel()) == [0] * 3 + [5] * 6
 
 
-def test_classes_with_a_client_size() -> None:
+def test_classes_accepts_a_size_of_clients() -> None:
     parts = deal("classes", {"classes_per_client": 2}, clients=5, per_client=40, val_fraction=0.25)
     # 20 a class: 14 kept, of which round(3.5) = 4 for validation, and 6 for the test.
     assert [(len(part.train), len(part.val), len(part.test)) for part in parts] == [(20, 8, 12)] * 5
 
 
-def test_dominant_sizes_of_pfedla() -> None:
+def test_dominant_has_the_sizes_of_pfedla() -> None:
     y = np.repeat(np.arange(10), 7000)
     parts = deal("dominant", y=y, clients=100, per_client=600)
     table = class_table(y, parts, 10)
@@ -198,7 +198,7 @@ def test_dirichlet_and_iid_accept_a_class_without_samples() -> None:
         assert table.sum(axis=0).tolist() == [200, 200, 0, 200, 0]
 
 
-def test_iid_sizes() -> None:
+def test_iid_clients_have_the_expected_sizes() -> None:
     assert table_of("iid", clients=7).sum(axis=1).tolist() == [857] * 7
     asked = table_of("iid", clients=7, per_client=200)
     assert asked.sum(axis=1).tolist() == [200] * 7
@@ -248,7 +248,7 @@ def test_neighbours_may_change_two_classes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_target_and_those_like_it(seed: int) -> None:
+def test_target_gives_some_clients_classes_of_the_target_client(seed: int) -> None:
     owned = table_of("target", clients=8, per_client=40, seed=seed) > 0
     assert owned.sum(axis=1).tolist() == [4] * 8
     assert (owned & owned[0]).sum(axis=1).tolist() == [4, 4, 3, 0, 0, 0, 0, 0]
@@ -272,7 +272,7 @@ def test_random_classes_divides_a_class_equally_among_those_who_drew_it() -> Non
     assert 20 < sum((table.sum(axis=0) == 0).any() for table in tables) < 40
 
 
-def test_pairs_of_pfedmb() -> None:
+def test_pairs_are_those_of_pfedmb() -> None:
     table = table_of("pairs")
     for pair in range(5):
         expected = [300 if label in (2 * pair, 2 * pair + 1) else 0 for label in range(10)]
@@ -310,7 +310,7 @@ def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
     ("total", "clients", "test_fraction", "batch_size", "least"),
     [(60_000, 20, 0.25, 10, 40), (6000, 100, 0.25, 10, 30), (6000, 10, 0.1, 7, 70)],
 )
-def test_smallest_client_of_pfllib(
+def test_the_smallest_client_is_that_of_pfllib(
     total: int, clients: int, test_fraction: float, batch_size: int, least: int
 ) -> None:
     request = Request(test_fraction, 0.0, 0, np.array([total // 2] * 2), clients, None)
@@ -352,7 +352,7 @@ def test_mixture_draws_until_every_client_has_enough() -> None:
     assert min(least) >= 100 > min(usual)
 
 
-def test_coarse_classes_of_cifar100() -> None:
+def test_coarse_classes_are_those_of_cifar100() -> None:
     assert np.bincount(CIFAR100_COARSE).tolist() == [5] * 20
     # apple, mushroom, orange, pear, pepper; beaver, dolphin, otter, seal, whale; baby, boy, girl, man, woman
     members = {4: [0, 51, 53, 57, 83], 0: [4, 30, 55, 72, 95], 14: [2, 11, 35, 46, 98]}

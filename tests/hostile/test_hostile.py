@@ -332,7 +332,7 @@ def test_a_damaged_file_is_read_or_refused(name: str, most: int, tmp_path: Path)
 # npz, LEAF and YAML
 
 
-def test_the_header_of_an_array_is_not_run(tmp_path: Path) -> None:
+def test_the_header_of_an_array_is_not_executed(tmp_path: Path) -> None:
     shape = "__import__('os').mkdir('created')"
     text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     member = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(96)
@@ -342,7 +342,7 @@ def test_the_header_of_an_array_is_not_run(tmp_path: Path) -> None:
     assert not Path("created").exists()
 
 
-def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
+def test_one_long_text_does_not_make_a_large_array(tmp_path: Path) -> None:
     """One of a million characters among a hundred thousand short ones: 400 GB."""
     x = ["a" * 10**6, *[""] * 10**5]
     content = {"users": ["a"], "user_data": {"a": {"x": x, "y": [0]}}}
@@ -351,7 +351,7 @@ def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
         read_leaf(str(tmp_path))
 
 
-def test_yaml_runs_nothing(tmp_path: Path) -> None:
+def test_yaml_executes_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.mkdir [created]")
     with pytest.raises(UserError, match=r"config.yaml is not YAML: .*could not determine a constructor"):
         load_config(tmp_path / "config.yaml", [])
@@ -367,16 +367,14 @@ def test_yaml_runs_nothing(tmp_path: Path) -> None:
         ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
     ],
 )
-def test_a_table_file_that_is_none_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_table_file_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("")
     (tmp_path / "table.yaml").write_text(yaml.safe_dump({**TABLE, **change}))
     with pytest.raises(UserError, match=said):
         Table(tmp_path / "table.yaml", [], tmp_path / "runs")
 
 
-def test_an_error_is_one_line_that_a_terminal_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_printable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text('method: {name: "a\\e[2Jb\\u2028c\\u202e"}\n')
     line = refused(capsys, "plan", tmp_path / "config.yaml")
     assert r"method.name=a\x1b[2Jb c\u202e is unknown" in line
@@ -384,7 +382,7 @@ def test_an_error_is_one_line_that_a_terminal_shows(
 
 
 @pytest.mark.parametrize("source", ["npz", "pfllib", "domains"])
-def test_a_name_that_no_file_can_have(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_file_name_is_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "plan", f"data.source={source}", f"data.path={'a' * 3000}")
     assert line.startswith("hpcfl: error: ")
 
@@ -453,7 +451,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (replaced("personalised/theta", data=np.array([b"text"])), "names what are no numbers"),
     ],
 )
-def test_what_no_run_writes_is_refused(
+def test_checkpoints_that_no_run_writes_are_refused(
     make: Change, said: str, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(copied.parent)
@@ -470,7 +468,7 @@ def test_what_no_run_writes_is_refused(
         ((2, 47), "checkpoint.h5 is damaged (it cannot be read: "),
     ],
 )
-def test_models_of_another_size_are_no_models_of_the_run(
+def test_models_of_another_size_are_not_exported(
     shape: tuple[int, int], said: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, replaced("personalised/theta", data=np.zeros(shape, np.float32)))
@@ -486,14 +484,14 @@ def test_models_of_another_size_are_no_models_of_the_run(
         ("history/loss", np.zeros((3, 2))),
     ],
 )
-def test_a_run_does_not_resume_from_parts_that_are_not_its_own(
+def test_a_run_does_not_resume_from_parts_of_another_run(
     part: str, values: np.ndarray, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, replaced(part, data=values))
     assert "--fresh" in refused(capfd, "--quiet", "--out", copied, *SMALL, "train.rounds=4")
 
 
-def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
+def test_a_damaged_config_is_not_rewritten_from_the_checkpoint_of_another_run(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, text("/", "config", np.bytes_(b"a: [")))
@@ -506,7 +504,7 @@ def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
     assert (copied / "config.yaml").read_bytes() == b"a: ["
 
 
-def test_numbers_that_are_not_where_they_should_be(copied: Path) -> None:
+def test_a_checkpoint_with_numbers_outside_the_file_is_refused(copied: Path) -> None:
     path = copied / "checkpoint.h5"
     with h5py.File(path, locking=False) as file:
         place = (file["server/theta"].id.get_offset() - 512).to_bytes(8, "little")
@@ -550,7 +548,7 @@ def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forg
     return folder
 
 
-def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
+def test_a_run_s_own_code_is_executed_only_if_the_user_names_it(
     with_own_code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, own = with_own_code, with_own_code / "own.py"
@@ -615,7 +613,7 @@ def test_a_page_is_not_written_through_a_link(copied: Path, tmp_path: Path) -> N
     assert mine.read_text() == "mine"
 
 
-def test_a_log_cannot_command_a_terminal(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_cannot_send_commands_to_a_terminal(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (copied / "log.txt").open("a") as file:
         file.write("2026-01-01 00:00:00 \x1b]0;owned\x07 round " + "9" * 5000 + "/1 \n")
     assert main(["watch", "--once", str(copied)]) == FINISHED

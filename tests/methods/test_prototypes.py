@@ -391,7 +391,7 @@ def test_weights_are_the_minimum_over_all_faces_of_the_simplex(noise: float) -> 
 
 
 @pytest.mark.usefixtures("double")
-def test_weights_may_be_zero_or_one() -> None:
+def test_weights_without_noise_for_equal_clients_and_for_one_client() -> None:
     """Without noise, clients that differ learn from nobody; equal ones share by 1 / V; one has itself."""
     h = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(6))
     torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)

@@ -42,7 +42,7 @@ def full(*_: Any) -> NoReturn:
         (BatchedScorer, "scores", "batched"),
     ],
 )
-def test_out_of_memory_says_what_to_lower(
+def test_a_gpu_out_of_memory_error_names_what_to_lower(
     owner: type[Any],
     hook: str,
     engine: str,
@@ -61,7 +61,7 @@ def test_out_of_memory_says_what_to_lower(
     assert told.count("\n") == 1
 
 
-def test_samples_that_do_not_fit(
+def test_samples_that_do_not_fit_into_gpu_memory_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Shard, "build", full)
@@ -79,7 +79,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return say
 
 
-def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
+def test_clients_at_once_is_a_power_of_two_that_fits_into_half_of_the_free_memory(
     free: Callable[[int], None],
 ) -> None:
     method = method_of()
@@ -98,7 +98,9 @@ def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
     assert clients_at_once(5, chain, GPU, 1, 1000) == 1  # type: ignore[arg-type]
 
 
-def test_state_is_on_the_device_if_a_quarter_of_the_free_memory_holds_it(free: Callable[[int], None]) -> None:
+def test_state_is_on_the_device_if_it_fits_into_a_quarter_of_the_free_memory(
+    free: Callable[[int], None],
+) -> None:
     method = method_of()
     each = bytes_of_client(method)
     free(64 * each)
@@ -117,7 +119,7 @@ def test_state_is_on_the_device_if_a_quarter_of_the_free_memory_holds_it(free: C
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmn", "pfedla"])
-def test_a_client_takes_its_vectors_and_its_activations(name: str) -> None:
+def test_the_memory_of_a_client_is_its_vectors_and_activations(name: str) -> None:
     large, small = (
         method_of(f"method.name={name}", "model.batchnorm=true", f"train.batch_size={size}")
         for size in (16, 8)

@@ -92,7 +92,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # What the user reads
 
 
-def test_the_run_stops_and_goes_on_without_them(
+def test_a_diverged_run_stops_and_can_continue_without_the_diverged_clients(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
@@ -125,7 +125,7 @@ def test_the_run_stops_and_goes_on_without_them(
     assert (up / down).tolist() == [1, 1, 1, 0.75, 1, 0.75, 1]
 
 
-def test_the_run_goes_on_with_their_numbers(
+def test_a_diverged_run_can_continue_with_their_numbers(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(tmp_path / "run", [*poisoned, "run.on_divergence=continue"]) == FINISHED
@@ -137,7 +137,7 @@ def test_the_run_goes_on_with_their_numbers(
     assert metrics_of(tmp_path / "run")[-1]["loss_mean"] == "nan"
 
 
-def test_too_large_a_step(
+def test_a_run_with_too_large_a_step_stops(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real divergence, on three ranks and alone: one line, one exit code, no traceback."""
@@ -153,7 +153,7 @@ def test_too_large_a_step(
     assert said(capsys) == [line]
 
 
-def test_a_server_that_diverges_is_told_from_its_clients(
+def test_divergence_of_the_server_is_distinguished_from_that_of_clients(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aggregate = METHODS["fedavg"].aggregate
@@ -179,7 +179,7 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         assert not list(folder.glob("*tmp*"))
 
 
-def test_a_model_that_cannot_be_scored(
+def test_a_model_that_cannot_be_scored_stops_the_run(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fine-tuning makes nan of a sound model; the last evaluation is part of a checkpoint."""
@@ -299,7 +299,7 @@ def test_a_round_without_a_client_changes_nothing(
     assert (last["diverged"], last["train_loss_mean"], last["accuracy_after_training"]) == ("7", "nan", "nan")
 
 
-def test_pretraining_ends_all_the_same(
+def test_pretraining_ends_although_a_client_diverges(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys = ["method.name=fedmn", "method.architecture=[2,1]", "method.pretrain_rounds=1", "train.rounds=2"]
@@ -316,7 +316,7 @@ def test_pretraining_ends_all_the_same(
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_others_of_a_group_keep_what_they_learnt(
+def test_other_clients_of_a_group_keep_their_training(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Clients that train as one computation share a group."""
@@ -330,7 +330,7 @@ def test_others_of_a_group_keep_what_they_learnt(
     assert np.isfinite(found).all()
 
 
-def test_a_number_whose_difference_to_another_overflows(
+def test_a_difference_that_overflows_counts_as_divergence(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """float32 holds it, but codecs may make nan of it."""
@@ -377,7 +377,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
 # Parts
 
 
-def test_what_is_wrong_with_each_member() -> None:
+def test_divergence_is_described_for_each_client() -> None:
     place = make_place(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
     clients = ClientGroup(place, range(6), 0)
     theta = torch.ones(6, 5)
@@ -392,7 +392,7 @@ def test_what_is_wrong_with_each_member() -> None:
     assert diverged_members(clients, up, figures) == {1: "theta", 2: "its own", 3: "loss", 4: "loss, share"}
 
 
-def test_what_is_wrong_with_the_server() -> None:
+def test_divergence_of_the_server_is_described() -> None:
     ids, nothing = torch.arange(3), torch.empty(0, 4)
     assert not_finite({"theta": torch.ones(2, 3), "ids": ids, "nothing": nothing}) == ""
     large = torch.full((2, 3), torch.finfo(torch.float32).max)
@@ -401,7 +401,7 @@ def test_what_is_wrong_with_the_server() -> None:
     assert not_finite({"theta": large} | spoilt) == "a, b, c, 2 more"
 
 
-def test_a_table_says_which_cell(
+def test_a_table_names_the_diverged_cell(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = dict(word.split("=", 1) for word in poisoned if not word.startswith("data."))

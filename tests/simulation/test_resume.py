@@ -72,7 +72,7 @@ def short(method: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
-def test_killed_and_then_stopped_or_prolonged(
+def test_a_run_killed_and_then_stopped_or_prolonged_has_the_same_bits(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
     """It goes on from either boundary of its rounds.
@@ -92,7 +92,7 @@ def test_killed_and_then_stopped_or_prolonged(
     assert not differing(uninterrupted(method), tmp_path / "run")
 
 
-def test_two_states_of_the_server_are_never_there_at_once(
+def test_two_copies_of_the_server_state_never_exist_at_once(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run begins with is looked at once more where it goes on; a machine may have room for one."""
@@ -147,7 +147,7 @@ def test_numbers_that_cannot_be_read_end_all_ranks(
     assert not [line for line in told[1:] if line.startswith(("hpcfl", "Traceback"))]
 
 
-def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
+def test_a_run_prolonged_round_by_round_has_the_same_bits(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
     for rounds in range(1, ROUNDS + 1):
@@ -173,7 +173,7 @@ def test_schedules_over_all_rounds_cannot_be_prolonged(
     assert "train.rounds" in refused(capfd, *keys, "train.rounds=2", "--out", tmp_path / "run")
 
 
-def test_killed_before_config_yaml_was_in_place(
+def test_a_run_killed_before_config_yaml_was_written_is_resumed(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

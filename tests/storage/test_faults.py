@@ -162,7 +162,7 @@ def the_error(capfd: Capture) -> str:
 # Full disks, and disks that fail
 
 
-def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
+def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
     settings: list[str], goes_on: GoesOn, small_disk: Path, mpirun: Mpirun
 ) -> None:
     folder = small_disk / "run"
@@ -179,7 +179,7 @@ def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
     goes_on(folder)
 
 
-def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
+def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
     settings: list[str], goes_on: GoesOn, unfinished: Path, small_disk: Path, capfd: Capture
 ) -> None:
     folder = small_disk / "run"
@@ -224,7 +224,7 @@ def let_the_disk_fail(_: Path) -> None:
     ],
     ids=["quota", "read-only", "disk", "lock"],
 )
-def test_a_fault_at_a_checkpoint(
+def test_a_fault_at_a_checkpoint_ends_the_run(
     settings: list[str],
     goes_on: GoesOn,
     tmp_path: Path,
@@ -241,7 +241,7 @@ def test_a_fault_at_a_checkpoint(
     goes_on(folder)
 
 
-def test_a_quota_in_the_middle_of_a_line(
+def test_a_quota_in_the_middle_of_a_line_ends_the_run(
     settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture
 ) -> None:
     folder = tmp_path / "run"
@@ -257,7 +257,7 @@ def test_a_quota_in_the_middle_of_a_line(
     goes_on(folder)
 
 
-def test_what_no_number_hangs_on_is_given_up_with_a_warning(
+def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
     settings: list[str], uninterrupted: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     """The log, TensorBoard's events and the report."""
@@ -294,7 +294,7 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
 
 
 @pytest.mark.parametrize("then", ["moved", "replaced", "deleted"])
-def test_a_folder_that_is_gone(
+def test_a_folder_that_is_moved_or_deleted_ends_the_run(
     settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture, then: str
 ) -> None:
     """One that is moved keeps what it has, and whatever stands in its place is left alone."""
@@ -325,7 +325,9 @@ def test_a_folder_that_is_gone(
 # Two runs in one folder
 
 
-def test_a_lock_of_a_dead_job_on_another_node(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
+def test_a_lock_of_a_dead_job_on_another_node_is_taken_over_with_a_warning(
+    goes_on: GoesOn, copied: Path, capfd: Capture
+) -> None:
     (copied / ".lock").write_text(LOCK)
     goes_on(copied)
     assert capfd.readouterr().err == (
@@ -352,7 +354,7 @@ def test_a_run_whose_folder_another_has_taken_over_ends(
     assert len((folder / "metrics.csv").read_text().splitlines()) == 3
 
 
-def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
+def test_a_checkpoint_is_not_written_to_a_folder_that_another_run_takes_over(
     settings: list[str], tmp_path: Path, capfd: Capture
 ) -> None:
     """The other run's checkpoints stay, and the one that it may be writing."""
@@ -377,7 +379,7 @@ def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
 # Clocks, and places for passing files
 
 
-def test_clocks_and_times_of_files_that_jump(
+def test_jumps_of_clocks_and_file_times_change_nothing(
     settings: list[str], uninterrupted: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node's clock is set forward and back by days while a run goes on; files are from other clocks."""
@@ -397,7 +399,7 @@ def test_clocks_and_times_of_files_that_jump(
     assert not differing(uninterrupted, copied)
 
 
-def test_no_place_for_passing_files(
+def test_a_full_or_missing_tmp_changes_nothing(
     settings: list[str], uninterrupted: Path, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """TMPDIR does not exist, and /tmp, /var/tmp and the working folder take no file.
@@ -428,7 +430,7 @@ def test_no_place_for_passing_files(
 
 
 @pytest.mark.parametrize("kept", [0.4, 0.9])
-def test_all_files_but_the_older_checkpoint_are_cut(
+def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
     settings: list[str], goes_on: GoesOn, copied: Path, capfd: Capture, kept: float
 ) -> None:
     shutil.copy(copied / "config.yaml", copied / "config.yaml.tmp")
@@ -453,7 +455,7 @@ def test_a_folder_without_config_yaml_is_resumed(goes_on: GoesOn, copied: Path, 
     assert told in capfd.readouterr().err
 
 
-def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
+def test_a_truncated_config_yaml_is_read_or_rewritten(settings: list[str], copied: Path) -> None:
     whole = (copied / "config.yaml").read_bytes()
     config = load_config(None, settings)
     for length in range(0, len(whole), 97):

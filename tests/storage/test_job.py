@@ -43,7 +43,7 @@ def test_a_job_has_a_name_an_id_and_starts(
     assert job() == said
 
 
-def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
+def test_the_run_folder_names_the_job_and_saved_rounds_are_noted_for_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, alone, notes = (tmp_path / name for name in ("run", "alone", "notes"))

@@ -205,7 +205,9 @@ def test_rows_with_another_number_of_rounds_are_marked(
     assert (first[-1], second[-2]) == ("30", "4")
 
 
-def test_options_apply_to_their_method_and_rows_override_the_command_line(tmp_path: Path) -> None:
+def test_options_apply_to_their_method_and_the_command_line_cannot_change_what_a_row_sets(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         """

@@ -86,7 +86,7 @@ def assert_alike(one: Run, other: Run, **tolerance: float) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_two_rounds_in_float64_equal_the_cpu_s(
+def test_two_rounds_in_float64_equal_those_on_a_cpu(
     settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
 ) -> None:
     assert_alike(on_gpu(settings, case, engine), on_cpu(case), rtol=1e-7, atol=1e-9)
@@ -95,7 +95,7 @@ def test_two_rounds_in_float64_equal_the_cpu_s(
 @pytest.mark.warns
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
-def test_one_step_in_float32_equals_the_cpu_s(
+def test_one_step_in_float32_equals_that_on_a_cpu(
     settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
 ) -> None:
     one_step = ("train.rounds=1", "train.batch_size=1000", "train.participation=1")

@@ -261,7 +261,7 @@ def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_statistics_put_aside_are_restored(batched: bool) -> None:
+def test_running_statistics_are_restored_after_discarded_updates(batched: bool) -> None:
     network = make_network(batchnorm=True)
     place = make_place(network, [8, 7], settings(), clients_at_once=2 if batched else None)
     theta, buffers = spread(network, 2)
