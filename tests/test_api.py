@@ -94,14 +94,14 @@ def test_warnings_go_to_the_caller_s_logging_or_are_printed_once_for_each_run(
     for name in ("routed", "printed", "printed again"):
         caplog.clear()
         run(method=Noisy, out=tmp_path / name)
-        told = capsys.readouterr().err.splitlines()
+        printed = capsys.readouterr().err.splitlines()
         log = (tmp_path / name / "log.txt").read_text()
         assert [log.count(f" warning: {text}") for text in (own, library)] == [1, 1]
         if name == "routed":
-            assert told == []
+            assert printed == []
             assert [record.name for record in caplog.records[:2]] == ["hpcfl.methods.fedbn", "py.warnings"]
         else:
-            assert [line.partition("; model.")[0] for line in told] == [
+            assert [line.partition("; model.")[0] for line in printed] == [
                 f"hpcfl: warning: {own}",
                 f"hpcfl: warning: {library}   two lines",
             ]
@@ -123,7 +123,7 @@ def test_a_dataset_may_be_the_source(tmp_path: Path, has_channels: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"method": type("Again", (FedAvg,), {"name": "fedprox"})}, "Again has the name of a method"),
         ({"method": type("Odd", (FedAvg,), {"Params": dict})}, "method=Odd: its options must be a class"),
@@ -133,10 +133,10 @@ def test_a_dataset_may_be_the_source(tmp_path: Path, has_channels: bool) -> None
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
     ],
 )
-def test_mistakes_are_reported_with_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         run(out=tmp_path / "run", **options)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 

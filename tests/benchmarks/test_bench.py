@@ -76,8 +76,8 @@ def test_a_missing_gpu_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    said = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
-    assert refused(capsys, "bench", "--device", "cuda") == said
+    expected = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
+    assert refused(capsys, "bench", "--device", "cuda") == expected
 
 
 def test_engines_are_compared_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:

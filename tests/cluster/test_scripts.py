@@ -46,7 +46,7 @@ esac
 @dataclass
 class Ended:
     code: int
-    said: str
+    printed: str
     starts: list[str]
     """What was launched, a line each."""
     calls: list[str]
@@ -121,10 +121,10 @@ def notes(folder: Path) -> list[str]:
 def test_other_cells_are_run_only_after_a_fault(submit: Path, ends: list[str], code: int) -> None:
     # one more start than there should be
     done = job(submit, "table.sbatch", [*ends, "99 another"])
-    assert done.code == code, done.said
+    assert done.code == code, done.printed
     assert done.starts == ["python -m hpcfl.main table WORD"] * len(ends)
-    going_on = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
-    assert (going_on in done.said) == (len(ends) > 1)
+    continuing = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
+    assert (continuing in done.printed) == (len(ends) > 1)
 
 
 def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
@@ -143,7 +143,7 @@ def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
 )
 def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], part: str) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
-    assert done.code == FINISHED, done.said
+    assert done.code == FINISHED, done.printed
     assert done.starts == [f"python -m hpcfl.main table WORD --part {part}"]
 
 
@@ -151,14 +151,14 @@ def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], par
 def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
     assert (done.code, done.starts) == (BAD_INPUT, [])
-    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which deals all that is left, or, " in done.said
-    assert "PARTS=N" in done.said
+    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which deals all that is left, or, " in done.printed
+    assert "PARTS=N" in done.printed
     assert notes(submit) == []
 
 
 def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=4)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.printed
     assert done.calls[-1] == "scontrol requeue 7"
     assert notes(submit) == ["7"]
     # 2030-01-02 03:04:05 on this machine's clock
@@ -168,7 +168,7 @@ def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: P
 def test_without_an_answer_a_job_has_no_end_time_and_is_not_requeued(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=99)
     assert (done.code, done.end_time) == (STOPPED, "")
-    assert "not requeued; submit the same command again to resume" in done.said
+    assert "not requeued; submit the same command again to resume" in done.printed
     assert notes(submit) == ["7"]
 
 
@@ -223,10 +223,10 @@ def test_srun_is_given_the_type_that_fits_the_mpi_or_is_refused(
     done = job(submit, "train.sbatch", [f"{FINISHED}"], env={"LAUNCHER": "srun"})
     if wanted is None:
         assert (done.code, done.starts) == (BAD_INPUT, [])
-        assert "srun knows none of the --mpi types that join the ranks of this MPI (p" in done.said
+        assert "srun knows none of the --mpi types that join the ranks of this MPI (p" in done.printed
     else:
-        assert done.code == FINISHED, done.said
-        assert f"srun --mpi={wanted} " in done.said
+        assert done.code == FINISHED, done.printed
+        assert f"srun --mpi={wanted} " in done.printed
 
 
 def test_only_numbers_of_killed_steps_are_skipped(submit: Path) -> None:
@@ -235,6 +235,6 @@ def test_only_numbers_of_killed_steps_are_skipped(submit: Path) -> None:
     for start, code in enumerate((STOPPED, STOPPED, 137, STOPPED, 137, STOPPED)):
         env = {"LAUNCHER": "srun", "SLURM_RESTART_COUNT": str(start)}
         done = job(submit, "train.sbatch", [f"{code} - {start}"], env=env)
-        assert done.starts, done.said
+        assert done.starts, done.printed
         passed_over.append(sum(call.endswith(" true") for call in done.calls))
     assert passed_over == [0, 0, 0, 1, 1, 2]

@@ -154,17 +154,17 @@ COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
 """First words of commands that are no run."""
 
 
-@pytest.mark.parametrize(("words", "said"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
 def test_a_mistake_is_reported_with_one_line_and_changes_no_file(
-    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert said in refused(capsys, *words)
+    assert expected in refused(capsys, *words)
     assert list(tmp_path.iterdir()) == []
     if words[0] in COMMANDS:
         return
     before = contents(finished)
     refused(capsys, *words, "--out", finished)
-    assert said in refused(capsys, *words, "--out", finished, "--fresh")
+    assert expected in refused(capsys, *words, "--out", finished, "--fresh")
     assert contents(finished) == before
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
@@ -196,7 +196,7 @@ def test_all_spellings_of_a_command_are_the_same_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["method.name=fedavg"], "(method.name: pfedla there, fedavg here)"),
         (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
@@ -204,11 +204,11 @@ def test_all_spellings_of_a_command_are_the_same_run(
     ],
 )
 def test_a_configuration_other_than_that_of_the_folder_is_refused(
-    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(finished)
     message = refused(capsys, *TINY, *words, "--out", finished)
-    assert said in message
+    assert expected in message
     assert "--out DIR for another folder, or --fresh" in message
     assert contents(finished) == before
 
@@ -236,10 +236,10 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
     shutil.copytree(finished, folder)
     # which would tell the configuration as well
     (folder / "checkpoint.h5").unlink()
-    said = "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder"
+    expected = "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder"
     for text in ("train: {rounds: 3\n", "- 1\n", "train: 3\n"):
         (folder / "config.yaml").write_text(text)
-        assert said in refused(capsys, *TINY, "--out", folder)
+        assert expected in refused(capsys, *TINY, "--out", folder)
     assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
 

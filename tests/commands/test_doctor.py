@@ -114,8 +114,8 @@ def test_the_doctor_refuses_a_name_that_is_too_long(
     out = tmp_path / (300 * "x")
     expected = f"cannot write in {out}: File name too long; name a folder that can be written with --out DIR"
     assert expected in refused(capsys, "doctor", "--out", out)
-    said = f"hpcfl: error: {out}: File name too long; name another folder with --out DIR"
-    assert refused(capsys, "--out", out) == said
+    expected = f"hpcfl: error: {out}: File name too long; name another folder with --out DIR"
+    assert refused(capsys, "--out", out) == expected
 
 
 def test_the_doctor_warns_of_a_file_system_without_locks(

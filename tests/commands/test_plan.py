@@ -33,7 +33,7 @@ DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed_plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["plan", *words]) == FINISHED
     out, err = capsys.readouterr()
     assert err == ""
@@ -41,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    return told(capsys, "--no-timing", *words).splitlines()
+    return printed_plan(capsys, "--no-timing", *words).splitlines()
 
 
 def numbers(line: str) -> list[int]:
@@ -85,7 +85,7 @@ def test_unseen_clients_come_last_and_their_cost_is_shown(capsys: pytest.Capture
     # numbers of client, mini-batches of 28 training samples
     names = [" ".join(line.split()[:-13]) for line in lines[2:7]]
     assert names == ["0", "1", "2", "unseen 3", "unseen 4"]
-    counts, of_everyone = (sorted(line.split()[-13:] for line in told[2:7]) for told in (lines, everyone))
+    counts, of_everyone = (sorted(line.split()[-13:] for line in shown[2:7]) for shown in (lines, everyone))
     assert counts == of_everyone
     assert lines[7].split() == everyone[7].split()
     assert "30 rounds of 3 of 3 clients, 5 local epochs, 8 evaluations" in lines
@@ -109,8 +109,8 @@ def test_a_server_larger_than_the_machine_is_planned_and_refused(
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
     reason = planned(capsys, *keys)[-1]
-    told = "method.name=pfedla with data.clients=10 keeps 1.93 MB on the server (theta 548 kB, "
-    assert reason.startswith(told)
+    expected = "method.name=pfedla with data.clients=10 keeps 1.93 MB on the server (theta 548 kB, "
+    assert reason.startswith(expected)
     assert reason.endswith(
         "this machine, or its job, has 1.9 MB; use fewer clients, a larger machine, or what "
         "`hpcfl list keys method.pfedla` has to make it smaller"
@@ -180,7 +180,7 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     case: str, more: list[str], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*tiny_settings(digits), *method_settings(case), "run.checkpoint_every=1", *more]
-    text = told(capsys, *words)
+    text = printed_plan(capsys, *words)
     assert list(tmp_path.iterdir()) == []
     assert run_here(tmp_path / "run", [*words, "run.report=false"]) == FINISHED
     disk = r"disk: a checkpoint ([\d.]+ \w+), the last one ([\d.]+ \w+); .* at most ([\d.]+ \w+) without"
@@ -204,7 +204,7 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_equal_those_by_hand(
 ) -> None:
     words = ["method.name=fedavg", "data.per_client=40", "data.clients=5", "train.participation=0.5"]
     more = ["train.rounds=10", "train.local_epochs=3", "run.device=cpu", "run.threads=1"]
-    text = told(capsys, *words, "--ranks", "4", "--ranks-per-node", "3", *more)
+    text = printed_plan(capsys, *words, "--ranks", "4", "--ranks-per-node", "3", *more)
     for line in (
         "model digits_cnn: 13,706 trainable numbers (conv1 160, conv2 4,640, fc1 8,256, fc2 650)",
         "10 rounds of 3 of 5 clients, 3 local epochs, 10 evaluations",
@@ -237,7 +237,7 @@ def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.
     if torch.cuda.device_count():
         pytest.skip("says what is said where there is no GPU")
     words = ["method.name=fedavg", "data.per_client=40", "train.rounds=20000000"]
-    text = told(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
+    text = printed_plan(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
     assert "of this machine, which has no GPU, as run.device=cuda wants: " in text
     for line in ("--ntasks=9", "--cpus-per-task=1", "--gpus-per-node=1", "--time=1-00:10:00"):
         assert f"\n#SBATCH {line}\n" in text

@@ -35,7 +35,7 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def going_on(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
+def in_progress(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """Return the folder of a run that goes on, with evaluations, and its process."""
     folder = tmp_path / "a run"
     pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
@@ -70,9 +70,9 @@ def figures(text: str) -> dict[str, str]:
 
 
 def test_watch_shows_a_running_and_then_killed_run(
-    going_on: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
+    in_progress: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, pid = going_on
+    folder, pid = in_progress
     before = Run(folder).done
     shown = figures(watched(capsys, folder, "--once"))
     assert shown["run"] == str(folder)
@@ -114,8 +114,8 @@ sys.exit(main(["watch", folder]))
 """
 
 
-def test_watch_opens_no_file_for_writing_and_takes_no_lock(going_on: tuple[Path, int]) -> None:
-    folder, _ = going_on
+def test_watch_opens_no_file_for_writing_and_takes_no_lock(in_progress: tuple[Path, int]) -> None:
+    folder, _ = in_progress
     done = run_forked(["-c", LOOK, str(folder)])
     read = set(re.findall("^read (.*)", done.stdout, re.MULTILINE))
     assert read == {"config.yaml", "metrics.csv", "log.txt", ".lock"}
@@ -123,10 +123,10 @@ def test_watch_opens_no_file_for_writing_and_takes_no_lock(going_on: tuple[Path,
 
 
 def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
-    going_on: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+    in_progress: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcfl.commands.watch.PAUSE_S", 0.05)
-    folder, _ = going_on
+    folder, _ = in_progress
     child, leader = forked_on_terminal(lambda: main(["watch", str(folder)]))
     seen = ""
     try:

@@ -383,7 +383,7 @@ SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
 
 
 @pytest.mark.parametrize(
-    ("library", "environment", "said"),
+    ("library", "environment", "expected"),
     [
         (MPICH, SRUN | PMIX, "speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`"),
         (MPICH, SRUN | PMI2, None),
@@ -396,13 +396,13 @@ SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
     ],
 )
 def test_an_mpi_that_does_not_match_its_launcher_is_refused_before_it_ends_the_rank(
-    library: str, environment: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+    library: str, environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
+    with contextlib.nullcontext() if expected is None else pytest.raises(UserError, match=expected):
         check_foreign_launcher(library)
 
 
@@ -440,7 +440,7 @@ def test_an_error_on_one_of_several_ranks_is_reported_like_that_of_a_single_rank
     with pytest.raises(SystemExit) as left, abort_on_exception(world):
         raise StorageError("/runs/a\x1b[2J\nb: " + 5000 * "x")
     assert left.value.code == StorageError.exit_code
-    said = capfd.readouterr().err
-    assert said.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
-    assert said.count("\n") == 1
-    assert len(said) < MAX_CHARACTERS + 50
+    printed = capfd.readouterr().err
+    assert printed.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
+    assert printed.count("\n") == 1
+    assert len(printed) < MAX_CHARACTERS + 50

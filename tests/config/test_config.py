@@ -166,7 +166,7 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         ("train.round=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("comm.keep=0.1", "comm.keep=0.1: this key is now comm.topk_ratio"),
@@ -207,21 +207,21 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
         ("data.label_noise_clients=0.5", "=0.5 needs data.label_noise; set that, or data.label_noise_cl"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_allowed(overrides: str, said: str) -> None:
+def test_a_mistake_is_named_with_what_is_allowed(overrides: str, expected: str) -> None:
     message = refusal(None, *overrides.split())
-    assert said in message
+    assert expected in message
     assert overrides.partition("=")[0].removesuffix(".x") in message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null"])
 def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
-    said = "is invalid; allowed: a list [VALUE,...], each VALUE an integer > 0 (default: [256])"
-    assert said in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
+    expected = "is invalid; allowed: a list [VALUE,...], each VALUE an integer > 0 (default: [256])"
+    assert expected in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("train: {rounds: 3\n", "is not YAML: while parsing a flow mapping"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
@@ -232,10 +232,10 @@ def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
         ("optimiser: {}\n", "optimiser= is an unknown key"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = write(tmp_path / "bad.yaml", text)
     message = refusal(file)
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert str(file) in message or "key" in message
 

@@ -103,7 +103,7 @@ IMAGE = [0.0] * 784
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b"{", r"cannot be read as JSON \(JSONDecodeError"),
         (b"\xff\xfe\x00", r"cannot be read as JSON \(UnicodeDecodeError"),
@@ -122,17 +122,17 @@ IMAGE = [0.0] * 784
         ({"x": [IMAGE], "y": [62]}, r"writer a: y holds labels 62..62; allowed: 0..61"),
     ],
 )
-def test_unfit_leaf_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_unfit_leaf_files_are_refused(content: Any, expected: str, tmp_path: Path) -> None:
     if isinstance(content, dict) and content.keys() & {"x", "y"}:
         content = {"users": ["a"], "user_data": {"a": content}}
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     (tmp_path / "f.json").write_bytes(text)
-    assert_refused(femnist, tmp_path, f": f.json: {said}")
+    assert_refused(femnist, tmp_path, f": f.json: {expected}")
 
 
-def assert_refused(read: Callable[[Path], Arrays], folder: Path, said: str) -> None:
+def assert_refused(read: Callable[[Path], Arrays], folder: Path, expected: str) -> None:
     """Fail unless a folder is refused with one line that says this."""
-    with pytest.raises(UserError, match=f"^data.path={folder}.*{said}.*$"):
+    with pytest.raises(UserError, match=f"^data.path={folder}.*{expected}.*$"):
         read(folder)
 
 
@@ -291,7 +291,7 @@ GOOD = client([0, 1], 0)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ({"x": GOOD["x"]}, "has no field 'y'"),
         ([1, 2], r"cannot be read \(ValueError: data is int64 of shape \(2,\), not one dict"),
@@ -305,10 +305,10 @@ GOOD = client([0, 1], 0)
         ({**GOOD, "x": GOOD["x"][:, :, 1:]}, r"holds float32 samples of shape \(3, 3, 5\), train/0.npz"),
     ],
 )
-def test_unfit_pfllib_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_unfit_pfllib_files_are_refused(content: Any, expected: str, tmp_path: Path) -> None:
     with np.errstate(invalid="ignore"):
         pfllib_folder(tmp_path, [GOOD, content], [GOOD, GOOD])
-    assert_refused(pfllib, tmp_path, f": train/1.npz:? {said}")
+    assert_refused(pfllib, tmp_path, f": train/1.npz:? {expected}")
 
 
 def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
@@ -318,16 +318,16 @@ def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 255
     pickled = pickle.dumps(np.array(GOOD, dtype=object), 4)
-    said = r": train/0.npz: cannot be read \(.*PFLlib's"
+    expected = r": train/0.npz: cannot be read \(.*PFLlib's"
     for content in (b"", b"no zip", whole[:-50], bytes(flipped)):
         file.write_bytes(content)
-        assert_refused(pfllib, tmp_path, said)
+        assert_refused(pfllib, tmp_path, expected)
     for content in (b"", pickled[:-200], pickle.dumps({"x": 1}, 4), b"\x80\x04N."):
         npz_of_pickle(file, content)
-        assert_refused(pfllib, tmp_path, said)
+        assert_refused(pfllib, tmp_path, expected)
     with file.open("wb") as stream:
         np.savez_compressed(stream, x=GOOD["x"], y=GOOD["y"])
-    assert_refused(pfllib, tmp_path, said)
+    assert_refused(pfllib, tmp_path, expected)
 
 
 def test_unfit_pfllib_folders_are_refused(tmp_path: Path) -> None:

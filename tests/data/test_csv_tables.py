@@ -45,9 +45,9 @@ def refusal(path: str, keys: str) -> str:
     """Return the line with which a table is refused, without its path."""
     with pytest.raises(UserError) as caught:
         read(path, keys)
-    said = str(caught.value)
-    assert "\n" not in said
-    return said.removeprefix(f"data.path={path}: ")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"data.path={path}: ")
 
 
 def test_features_and_classes_equal_those_by_hand(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     dropped = read(table(tmp_path, text + whole, name="more.csv"), f"{keys} missing=drop")
     assert dropped.x.tolist() == [[5, 6, 1, 0], [7, 1, 1, 0], [8, 2, 0, 1], [9, 3, 1, 0]]
     assert dropped.y.tolist() == [1, 0, 1, 0]
-    said = refusal(path, f"{keys} missing=mean")
-    assert said.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
+    message = refusal(path, f"{keys} missing=mean")
+    assert message.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
     means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), f"{keys} missing=mean")
     assert means.x[:, 0].tolist() == [1, 3, 3, 5, 3]
     assert means.x[:, 1].tolist() == [4.75, 2, 4, 6, 7]
@@ -125,7 +125,7 @@ MANY = ",".join(f"c{number}" for number in range(12))
 
 
 @pytest.mark.parametrize(
-    ("text", "keys", "said"),
+    ("text", "keys", "expected"),
     [
         (TABLE, "", "data.target is not set: data.source=csv needs data.target=COLUMN"),
         (TABLE, "target=class", "names class, and there is no such column; there are: age, job, hours, w"),
@@ -153,12 +153,12 @@ MANY = ",".join(f"c{number}" for number in range(12))
         (b'a,y\n"1,2\n', "target=y", "cannot be read as a CSV file ("),
     ],
 )
-def test_unfit_tables_are_refused(text: str | bytes, keys: str, said: str, tmp_path: Path) -> None:
-    assert said in refusal(table(tmp_path, text), keys)
+def test_unfit_tables_are_refused(text: str | bytes, keys: str, expected: str, tmp_path: Path) -> None:
+    assert expected in refusal(table(tmp_path, text), keys)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ("source=digits path=null", "data.target=kind needs data.source=csv; set that, or data.target=null"),
         ("client_column=town", "data.client_column=town needs data.partition.name=given; set that, or data."),
@@ -166,10 +166,10 @@ def test_unfit_tables_are_refused(text: str | bytes, keys: str, said: str, tmp_p
         ("missing=zero", "data.missing=zero is invalid; allowed: mean, "),
     ],
 )
-def test_keys_that_would_have_no_effect_are_refused(keys: str, said: str, tmp_path: Path) -> None:
+def test_keys_that_would_have_no_effect_are_refused(keys: str, expected: str, tmp_path: Path) -> None:
     path = table(tmp_path, TABLE)
     assert load_config(None, settings(path, "target=kind")).partition.name == "dirichlet"
-    assert refusal(path, f"target=kind {keys}").startswith(said)
+    assert refusal(path, f"target=kind {keys}").startswith(expected)
 
 
 def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_without_pandas_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    said = refusal(table(tmp_path, TABLE), "target=kind")
-    assert said.startswith("data.source=csv needs the package pandas (")
-    assert said.endswith('; install it with: pip install -e ".[tables]"')
+    message = refusal(table(tmp_path, TABLE), "target=kind")
+    assert message.startswith("data.source=csv needs the package pandas (")
+    assert message.endswith('; install it with: pip install -e ".[tables]"')

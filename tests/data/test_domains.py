@@ -174,7 +174,7 @@ LABELS = np.array([0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "expected"),
     [
         ({"x": GREY.astype(np.float32)}, r"of several types \(a uint8, b float32, c uint8\)"),
         ({"x": np.zeros((4, 2, 4, 4), np.uint8)}, r"images have \[1, 2\] channels; allowed: one number, or"),
@@ -184,9 +184,9 @@ LABELS = np.array([0, 1, 0, 1])
         ({"client": LABELS}, "data.source=domains has no use for its array client; save the file"),
     ],
 )
-def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
     path = npz_folder(tmp_path, b={"x": GREY, "y": LABELS} | arrays)
-    with pytest.raises(UserError, match=f"^data.path={path}(/b.npz)?: .*{said}") as caught:
+    with pytest.raises(UserError, match=f"^data.path={path}(/b.npz)?: .*{expected}") as caught:
         read(path, layout="NCHW")
     assert "\n" not in str(caught.value)
 
@@ -223,11 +223,11 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     path = npz_folder(tmp_path, b={"y": np.zeros(40, np.int64)})
     of_two = ["data.partition.name=classes", "data.partition.classes_per_client=2"]
-    for more, said in (
+    for more, expected in (
         (["data.clients=2"], "data.clients=2: the source has 3 domains, and each needs a client; set data."),
         (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples"),
     ):
-        with pytest.raises(UserError, match=f"^{said}.*$"):
+        with pytest.raises(UserError, match=f"^{expected}.*$"):
             load_data(load_config(None, words_of(path, *more)))
     with pytest.raises(UserError, match=r"^data.image_size=8 needs data.source=domains; set that"):
         load_config(None, ["data.image_size=8"])

@@ -33,7 +33,7 @@ STRATIFIED = [name for name, kind in PARTITIONS.items() if kind.stratified]
 NOT_STRATIFIED = [name for name in PARTITIONS if name not in STRATIFIED]
 
 
-def deal(
+def assign(
     name: str,
     options: Mapping[str, Any] | None = None,
     *,
@@ -58,7 +58,7 @@ def deal(
 
 def table_of(name: str, options: Mapping[str, Any] | None = None, **arguments: Any) -> np.ndarray:
     y, num_classes = arguments.get("y", TEN_CLASSES), arguments.get("num_classes", 10)
-    return class_table(y, deal(name, options, **arguments), num_classes)
+    return class_table(y, assign(name, options, **arguments), num_classes)
 
 
 def all_indices(parts: list[ClientIndices]) -> np.ndarray:
@@ -93,20 +93,20 @@ def test_classes_are_assigned_evenly_and_no_client_gets_a_class_twice(
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_no_sample_is_assigned_twice_and_the_partition_depends_only_on_the_seed(name: str) -> None:
-    parts = deal(name, val_fraction=0.2)
+    parts = assign(name, val_fraction=0.2)
     used = all_indices(parts)
     assert len(set(used.tolist())) == len(used)
     assert used.dtype == np.int64
     assert used.min() >= 0
     assert used.max() < len(TEN_CLASSES)
     # the same seed gives the same partition, another one another
-    assert same(parts, deal(name, val_fraction=0.2))
-    assert not same(parts, deal(name, val_fraction=0.2, seed=2))
+    assert same(parts, assign(name, val_fraction=0.2))
+    assert not same(parts, assign(name, val_fraction=0.2, seed=2))
 
 
 @pytest.mark.parametrize("name", STRATIFIED)
 def test_train_validation_and_test_have_the_same_class_proportions(name: str) -> None:
-    for part in deal(name, val_fraction=0.2):
+    for part in assign(name, val_fraction=0.2):
         train, val, test = (np.array(by_class(of)) for of in (part.train, part.val, part.test))
         np.testing.assert_array_equal(train + val, np.floor((train + val + test) * 0.7 + 0.5 + 1e-9))
         np.testing.assert_array_equal(val, np.floor((train + val) * 0.2 + 0.5 + 1e-9))
@@ -114,7 +114,7 @@ def test_train_validation_and_test_have_the_same_class_proportions(name: str) ->
 
 @pytest.mark.parametrize("name", NOT_STRATIFIED)
 def test_the_split_of_pfllib_and_fedem_is_exact_by_client_and_not_by_class(name: str) -> None:
-    parts = deal(name, val_fraction=0.2)
+    parts = assign(name, val_fraction=0.2)
     for part in parts:
         total = len(part.train) + len(part.val) + len(part.test)
         kept = int(np.floor(0.7 * total + 0.5 + 1e-9))
@@ -135,11 +135,11 @@ def test_only_some_partitions_are_not_stratified() -> None:
     "name", ["dirichlet", "iid", "pathological", "dirichlet_pfllib", "mixture", "pairs", "pachinko", "given"]
 )
 def test_all_samples_are_assigned_if_the_sizes_allow_it(name: str) -> None:
-    assert sorted(all_indices(deal(name))) == list(range(6000))
+    assert sorted(all_indices(assign(name))) == list(range(6000))
 
 
 def test_classes_takes_the_largest_equal_amount_by_default() -> None:
-    parts, table = deal("classes"), table_of("classes")
+    parts, table = assign("classes"), table_of("classes")
     assert sorted(table.ravel()) == [0] * 60 + [150] * 40
     assert [(len(part.train), len(part.val), len(part.test)) for part in parts] == [(420, 0, 180)] * 10
     assert table.sum(axis=0).tolist() == [600] * 10
@@ -152,14 +152,14 @@ def test_classes_counts_the_demand_for_the_smallest_class() -> None:
 
 
 def test_classes_accepts_a_size_of_clients() -> None:
-    parts = deal("classes", {"classes_per_client": 2}, clients=5, per_client=40, val_fraction=0.25)
+    parts = assign("classes", {"classes_per_client": 2}, clients=5, per_client=40, val_fraction=0.25)
     # 20 a class: 14 kept, of which round(3.5) = 4 for validation, and 6 for the test.
     assert [(len(part.train), len(part.val), len(part.test)) for part in parts] == [(20, 8, 12)] * 5
 
 
 def test_dominant_has_the_sizes_of_pfedla() -> None:
     y = np.repeat(np.arange(10), 7000)
-    parts = deal("dominant", y=y, clients=100, per_client=600)
+    parts = assign("dominant", y=y, clients=100, per_client=600)
     table = class_table(y, parts, 10)
     assert [sorted(row) for row in table] == [[30] * 8 + [180] * 2] * 100
     assert (table == 180).sum(axis=0).tolist() == [20] * 10
@@ -207,13 +207,13 @@ def test_iid_clients_have_the_expected_sizes() -> None:
 
 def test_split_rounds_halves_up_whatever_the_floating_point_noise() -> None:
     # (1 - 0.9) * 5 is 0.49999999999999994 in floating point.
-    parts = deal("classes", {"classes_per_client": 2}, clients=5, per_client=10, test_fraction=0.9)
+    parts = assign("classes", {"classes_per_client": 2}, clients=5, per_client=10, test_fraction=0.9)
     assert [(len(part.train), len(part.test)) for part in parts] == [(2, 8)] * 5
 
 
 def test_validation_is_the_end_of_the_training_part() -> None:
-    whole = deal("classes", {"classes_per_client": 1}, per_client=100)
-    cut = deal("classes", {"classes_per_client": 1}, per_client=100, val_fraction=0.1)
+    whole = assign("classes", {"classes_per_client": 1}, per_client=100)
+    cut = assign("classes", {"classes_per_client": 1}, per_client=100, val_fraction=0.1)
     for before, after in zip(whole, cut, strict=True):
         assert before.train.tolist() == after.train.tolist() + after.val.tolist()
         assert before.test.tolist() == after.test.tolist()
@@ -419,22 +419,22 @@ def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
     is_test = np.array([0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0], dtype=bool)
     y = np.zeros(13, dtype=np.int64)
     known = {"y": y, "num_classes": 1, "owner": owner, "is_test": is_test}
-    parts = deal("given", clients=None, **known)
+    parts = assign("given", clients=None, **known)
     assert [sorted(part.train) for part in parts] == [[0, 2, 3], [6], [7, 8, 9, 10, 12]]
     assert [sorted(part.test) for part in parts] == [[1], [4, 5], [11]]
-    assert same(parts, deal("given", clients=3, **known))
-    cut = deal("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
+    assert same(parts, assign("given", clients=3, **known))
+    cut = assign("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
     assert [(len(part.train), len(part.val), len(part.test)) for part in cut] == [(2, 2, 3), (3, 2, 1)]
 
 
 def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
-    everybody = deal("given", clients=None)
-    some = deal("given", clients=4)
+    everybody = assign("given", clients=None)
+    some = assign("given", clients=4)
     ids = [TEN_OWNERS[part.train[0]] for part in some]
     assert ids == sorted(set(ids))
     assert len(ids) == 4
     assert same(some, [everybody[i] for i in ids])
-    drawn = [deal("given", clients=4, seed=seed) for seed in range(5)]
+    drawn = [assign("given", clients=4, seed=seed) for seed in range(5)]
     assert len({tuple(TEN_OWNERS[part.train[0]] for part in parts) for parts in drawn}) > 1
 
 
@@ -489,5 +489,5 @@ def test_refusals_name_key_value_and_what_is_allowed(
     name: str, options: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{message}") as caught:
-        deal(name, options, **arguments)
+        assign(name, options, **arguments)
     assert "\n" not in str(caught.value)

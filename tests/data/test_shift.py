@@ -189,7 +189,7 @@ def test_predict_and_export_expect_shifted_samples(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("shift=turn", "data.shift=turn is invalid; allowed: rotation, colour, noise, blur or null"),
         ("shift_groups=2", "data.shift_groups=2 needs data.shift; set that"),
@@ -201,10 +201,10 @@ def test_predict_and_export_expect_shifted_samples(
         ("shift=rotation shift_groups=4 shift_strength=20", "=20.0 needs data.shift_groups=null with data.s"),
     ],
 )
-def test_impossible_shifts_are_refused(words: str, said: str) -> None:
+def test_impossible_shifts_are_refused(words: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [f"data.{word}" for word in words.split()])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -213,6 +213,6 @@ def test_impossible_shifts_are_refused(words: str, said: str) -> None:
 )
 def test_a_shift_of_samples_that_are_not_images_is_refused(source: str, named: str) -> None:
     config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])
-    said = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
-    with pytest.raises(UserError, match=f"^{said}$"):
+    expected = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
+    with pytest.raises(UserError, match=f"^{expected}$"):
         describe(config.data, *load_data(config))

@@ -143,8 +143,8 @@ def test_damaged_files_are_reported(file: str, content: bytes, tmp_path: Path) -
     folder = tmp_path / "MNIST" / "raw"
     write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
     (folder / file).write_bytes(content)
-    said = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
-    with pytest.raises(UserError, match=said):
+    expected = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
+    with pytest.raises(UserError, match=expected):
         read_source(DataConfig(source="mnist", root=str(tmp_path)))
 
 
@@ -178,8 +178,8 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     # an older torchvision tells only which file it was
-    said = r"^mnist could not be fetched into .*(refused|Error downloading train-images)"
-    with pytest.raises(UserError, match=said) as caught:
+    expected = r"^mnist could not be fetched into .*(refused|Error downloading train-images)"
+    with pytest.raises(UserError, match=expected) as caught:
         fetch("mnist", str(tmp_path))
     assert "\n" not in str(caught.value)
 
@@ -200,8 +200,8 @@ def test_bundled_sources_are_not_fetched(tmp_path: Path) -> None:
 def test_files_of_one_s_own_must_be_named_and_are_never_fetched(name: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^data.path is not set: data.source={name} needs data.path={file}"):
         read_source(DataConfig(source=name, target="y"))
-    said = f"^data.source={name}: there is nothing to fetch; name yours with data.path={file}"
-    with pytest.raises(UserError, match=said):
+    expected = f"^data.source={name}: there is nothing to fetch; name yours with data.path={file}"
+    with pytest.raises(UserError, match=expected):
         fetch(name, str(tmp_path))
 
 
@@ -359,6 +359,6 @@ def test_a_fraction_keeps_the_shares_of_the_classes() -> None:
     np.testing.assert_array_equal(chosen, subset_fraction(len(y), 0.29, seed=3))
     assert chosen.tolist() != subset_fraction(len(y), 0.29, seed=4).tolist()
     np.testing.assert_array_equal(subset_fraction(7, 1.0, seed=0), np.arange(7))
-    said = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
-    with pytest.raises(UserError, match=said):
+    expected = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
+    with pytest.raises(UserError, match=expected):
         subset_fraction(9, 0.1, seed=0)

@@ -359,7 +359,7 @@ def test_yaml_executes_no_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"extends": "a\0b"}, "must be one line of text"),
         ({"": 1}, ": is an unknown key|:  is an unknown key"),
@@ -367,10 +367,12 @@ def test_yaml_executes_no_code(tmp_path: Path) -> None:
         ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
     ],
 )
-def test_a_file_that_is_no_table_file_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_table_file_is_refused(
+    change: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "base.yaml").write_text("")
     (tmp_path / "table.yaml").write_text(yaml.safe_dump({**TABLE, **change}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         Table(tmp_path / "table.yaml", [], tmp_path / "runs")
 
 
@@ -433,7 +435,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (linked(h5py.ExternalLink("/etc/passwd", "/")), "'theta' is a link to another place"),
         (linked(h5py.SoftLink("/server/alpha")), "'theta' is a link to another place"),
@@ -452,27 +454,31 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
     ],
 )
 def test_checkpoints_that_no_run_writes_are_refused(
-    make: Change, said: str, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make: Change,
+    expected: str,
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(copied.parent)
     change(copied, make)
     line = refused(capsys, "export", copied, "--client", "0", "--out", "out")
-    assert re.search(f"checkpoint.h5 is not a valid hpcfl checkpoint .*({said})", line)
+    assert re.search(f"checkpoint.h5 is not a valid hpcfl checkpoint .*({expected})", line)
     assert not Path("created").exists()
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "expected"),
     [
         ((3, 7), "holds no model of method.name=pfedla: its parts do not fit"),
         ((2, 47), "checkpoint.h5 is damaged (it cannot be read: "),
     ],
 )
 def test_models_of_another_size_are_not_exported(
-    shape: tuple[int, int], said: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shape: tuple[int, int], expected: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, replaced("personalised/theta", data=np.zeros(shape, np.float32)))
-    assert said in refused(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
+    assert expected in refused(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -617,6 +623,6 @@ def test_a_log_cannot_send_commands_to_a_terminal(copied: Path, capsys: pytest.C
     with (copied / "log.txt").open("a") as file:
         file.write("2026-01-01 00:00:00 \x1b]0;owned\x07 round " + "9" * 5000 + "/1 \n")
     assert main(["watch", "--once", str(copied)]) == FINISHED
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    assert r"\x1b]0;owned\x07" in said
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"\x1b]0;owned\x07" in printed

@@ -113,11 +113,11 @@ def test_rounds_of_per_fedavg_equal_those_by_hand(variant: str, keys: tuple[str,
 def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said = "method.alpha=0.05, not below train.lr=0.05,.*; set method.variant=hessian_free, or a smaller"
+    expected = "method.alpha=0.05, not below train.lr=0.05,.*; set method.variant=hessian_free, or a smaller"
     for variant, alpha in (("first_order", 0.05), ("first_order", 0.04), ("exact", 0.05)):
         method_of(PerFedAvg, variant=variant, alpha=alpha)
-    (told,) = caplog.messages
-    assert re.search(said, told)
+    (warning,) = caplog.messages
+    assert re.search(expected, warning)
 
 
 @pytest.mark.parametrize("steps", [0, 6])
@@ -276,8 +276,8 @@ def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
 
 
 def test_more_adaptive_layers_than_the_model_has_are_refused() -> None:
-    said = r"^method\.adaptive_layers=3 is more than the model's 2 layers \(.*\); allowed: up to 2$"
-    with pytest.raises(UserError, match=said):
+    expected = r"^method\.adaptive_layers=3 is more than the model's 2 layers \(.*\); allowed: up to 2$"
+    with pytest.raises(UserError, match=expected):
         method_of(FedALA, adaptive_layers=3)
     method = method_of(FedALA, adaptive_layers=2)
     assert method.client_state(range(4))["weights"].shape == (4, method.layout.size)

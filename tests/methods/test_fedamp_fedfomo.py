@@ -417,8 +417,8 @@ def test_by_default_clients_receive_five_models_or_all(clients: int, models: int
 
 
 def test_more_models_than_other_clients_are_refused() -> None:
-    said = "method.models=4 is more than the other clients; allowed: 0 to 3"
-    with pytest.raises(UserError, match=re.escape(said)):
+    expected = "method.models=4 is more than the other clients; allowed: 0 to 3"
+    with pytest.raises(UserError, match=re.escape(expected)):
         method_of(FedFomo, models=4)
     method_of(FedFomo, models=3)
     with pytest.raises(UserError, match=re.escape("allowed: 0 to 0, as there are 1 clients")):

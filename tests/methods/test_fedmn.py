@@ -341,11 +341,11 @@ def test_a_chain_is_refused_on_three_ranks_and_more(
     """On two, tests/simulation/test_bits.py runs it."""
     keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
     assert run_here(tmp_path / "refused", keys) == BAD_INPUT
-    told = capfd.readouterr().err
-    assert told.count("hpcfl: error: ") == world.is_server
+    printed = capfd.readouterr().err
+    assert printed.count("hpcfl: error: ") == world.is_server
     if world.is_server:
-        assert "method.order=chain trains a round's clients one after the other and needs" in told
-        assert f"not {world.num_workers}: start one or two ranks, or remove this key" in told
+        assert "method.order=chain trains a round's clients one after the other and needs" in printed
+        assert f"not {world.num_workers}: start one or two ranks, or remove this key" in printed
 
 
 # Decisions

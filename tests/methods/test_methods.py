@@ -549,7 +549,7 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
 
 
 @pytest.mark.parametrize(
-    ("hook", "value", "said"),
+    ("hook", "value", "expected"),
     [
         ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
@@ -558,9 +558,9 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
         ("train", Message(shared={"theta": torch.zeros(3)}), "returned theta as shared; return them per_c"),
     ],
 )
-def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, said: str) -> None:
+def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
     kind = type("Mistaken", (FedAvg,), {hook: lambda *_: value})
-    with pytest.raises((TypeError, ValueError), match=said) as caught:
+    with pytest.raises((TypeError, ValueError), match=expected) as caught:
         Run("method.name=fedavg", kind=kind)
     assert "Mistaken" in str(caught.value)
 
@@ -626,7 +626,7 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "member", "value", "said"),
+    ("base", "member", "value", "expected"),
     [
         (FedAvg, "as_module", nn.Linear, "predicts_by=network needs neither predict nor as_module of its"),
         (FedEM, "predict", FedAvg.predict, "predicts_by=module needs both predict and as_module, from the"),
@@ -644,9 +644,9 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
     ],
 )
 def test_a_class_with_contradictory_hooks_is_refused(
-    base: type[Method], member: str, value: object, said: str
+    base: type[Method], member: str, value: object, expected: str
 ) -> None:
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=expected):
         type("Mistaken", (base,), {member: value})
 
 
@@ -656,18 +656,18 @@ def test_the_first_axis_of_a_diagnostic_is_clients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "key", "said"),
+    ("hook", "key", "expected"),
     [
         ("eval_model", "train.finetune_epochs=0", "cannot be written here"),
         ("finetune", "train.finetune_epochs=1", "cannot be written here"),
         ("new_client_model", "data.unseen_clients=0.5", r"inside `clients\.temporary_state\(\)`"),
     ],
 )
-def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, said: str) -> None:
+def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, expected: str) -> None:
     def write(self: Local, clients: ClientGroup, *_: object) -> None:
         clients["theta"] = clients["theta"] + 1
 
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=expected):
         Run("method.name=local", "train.rounds=1", key, kind=type("Writes", (Local,), {hook: write}))
 
 

@@ -123,8 +123,8 @@ def test_a_model_that_is_only_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
-    said = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
-    assert refused(capsys, *words).startswith(said)
+    expected = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
+    assert refused(capsys, *words).startswith(expected)
 
 
 # FedRep

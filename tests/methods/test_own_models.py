@@ -151,15 +151,17 @@ def test_pfedme_refuses_steps_that_diverge_and_warns_of_those_that_overshoot(
     keys = (PFEDME, *MLP, "train.rounds=1", "train.batch_size=100")
     with pytest.raises(UserError, match=r"is 2, .* diverges; set train.lr below 0.1, or method.pull below 5"):
         Run(*keys, "train.lr=0.2", "method.pull=10")
-    said = "is 1.5, how far w_i follows theta_i in one mini-batch: from 1 on .*; set train.lr below 0.0667"
+    expected = (
+        "is 1.5, how far w_i follows theta_i in one mini-batch: from 1 on .*; set train.lr below 0.0667"
+    )
     run = Run(*keys, "train.lr=0.1", "method.pull=15")
     start = run.method.context.initial_parameters()
     # of one mini-batch: half as far again as to theta_i
     w = start + 1.5 * (run.clients["theta"].mean(dim=0) - start)
     torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-6)
     Run(*keys, "train.lr=0.1", "method.pull=9.9")
-    (told,) = caplog.messages
-    assert re.search(said, told)
+    (warning,) = caplog.messages
+    assert re.search(expected, warning)
 
 
 # FedPHP

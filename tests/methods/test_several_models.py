@@ -100,8 +100,8 @@ def test_models_with_given_weights_must_also_start_differently(
     kind(context, kind.Params(**{key: 2}))
     # a file that gave the head too would make all starts alike
     monkeypatch.setattr(context, "different_starts", lambda count: torch.zeros(count, 3))
-    said = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
-    with pytest.raises(UserError, match=said):
+    expected = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
+    with pytest.raises(UserError, match=expected):
         kind(context, kind.Params(**{key: 2}))
     kind(context, kind.Params(**{key: 1}))
 
@@ -267,10 +267,10 @@ def test_no_split_without_eps_1_or_before_the_first_round() -> None:
 def test_a_run_without_a_split_reports_why(
     keys: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
+    expected = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
     Run(*LINEAR, CLUSTERED, "data.clients=4", "train.rounds=2", *keys)
-    (told,) = caplog.messages
-    assert re.match(said, told)
+    (warning,) = caplog.messages
+    assert re.match(expected, warning)
 
 
 def test_history_has_the_norms_of_clients_trained_since_their_cluster_was_made() -> None:

@@ -201,7 +201,7 @@ SMALL = SampleType((1, 15, 20))
 
 
 @pytest.mark.parametrize(
-    ("name", "sample", "said"),
+    ("name", "sample", "expected"),
     [
         ("lenet", SMALL, r"and .* of 1x15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2, vit$"),
         ("digits_cnn", SampleType((1, 3, 3)), r"model\.name=digits_cnn .*; allowed: mlp, resnet18"),
@@ -213,8 +213,8 @@ SMALL = SampleType((1, 15, 20))
         ("vit", SampleType((1, 9, 9)), "set another model.patch_size$"),
     ],
 )
-def test_samples_of_another_kind_or_size_are_refused(name: str, sample: SampleType, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_samples_of_another_kind_or_size_are_refused(name: str, sample: SampleType, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         network_of(name, sample)
 
 
@@ -385,8 +385,8 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert 'Unexpected key(s) in state_dict: "layer5.weight".' in refusal(extra)
     assert "does not fit" in refusal(state | {0: torch.ones(1)})
     assert "does not fit" in refusal(state | {"features.0.0.weight": 1})
-    said = "size mismatch for features.0.0.weight: copying a param with shape torch.Size([32, 3, 3, 3])"
-    assert said in refusal(state, shape=MNIST)
+    expected = "size mismatch for features.0.0.weight: copying a param with shape torch.Size([32, 3, 3, 3])"
+    assert expected in refusal(state, shape=MNIST)
 
 
 def test_torchvision_is_imported_only_for_its_networks_and_without_its_compiled_part() -> None:

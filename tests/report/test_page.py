@@ -199,13 +199,13 @@ def test_unseen_clients_have_a_line_and_a_mark(browser: Browser, tmp_path: Path)
         assert "Pale bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
         canvas = page.locator("[data-chart=clients] canvas")
         canvas.focus()
-        told = []
+        shown = []
         for _ in range(7):
             page.keyboard.press("ArrowDown")
-            told.append(page.locator("#tooltip").inner_text().splitlines()[0])
-        assert told[-2:] == ["client 5, unseen", "client 6, unseen"]
+            shown.append(page.locator("#tooltip").inner_text().splitlines()[0])
+        assert shown[-2:] == ["client 5, unseen", "client 6, unseen"]
         rows = rows_of_table(page, "clients").locator("th").all_inner_texts()
-        assert [row for row in rows if "unseen" in row] == told[-2:]
+        assert [row for row in rows if "unseen" in row] == shown[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
@@ -340,11 +340,11 @@ def test_captions_mention_bands_only_if_some_are_drawn(browser: Browser, tmp_pat
 def test_captions_mention_dots_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
     few = make_run(tmp_path / "few", rising(1, 3), ["method.name=fedavg"])
     many = make_run(tmp_path / "many", rising(1, 201), ["method.name=fedavg", "data.per_client=2"])
-    for folders, told in (
+    for folders, shown in (
         ([few, few], "Each dot is a client; the box"),
         ([few, many], "Each dot is a client, of runs with at most 200; the box"),
         ([many, many], "The box"),
     ):
         with opened_page(browser, written(*folders)) as opened:
-            assert told in caption(opened.page, "distribution")
-            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in told)
+            assert shown in caption(opened.page, "distribution")
+            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in shown)

@@ -90,9 +90,9 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
     for name in ("clients.csv", "checkpoint.h5"):
         (folder / name).unlink()
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
-    told = headline(run, "remark")
-    assert told["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
-    assert "Worst tenth" not in told
+    remarks = headline(run, "remark")
+    assert remarks["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
+    assert "Worst tenth" not in remarks
     # beside a run that has it the column stands
     other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
     both = [headline(run, "text") for run in reported(tmp_path / "both.html", folder, other)["runs"]]
@@ -104,10 +104,13 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     seen, unseen = rising(3, 4), np.array([[0.1, 0.1], [0.2, 0.2], [0.25, 0.35]])
     folder = make_run(tmp_path / "fedavg", seen, ["method.name=fedavg"], unseen=unseen)
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
-    told, remarks = headline(run, "text"), headline(run, "remark")
+    texts, remarks = headline(run, "text"), headline(run, "remark")
     # 0.9 times 0.6, 0.73, 0.87 and 1
-    assert (told["Mean accuracy"], remarks["Mean accuracy"]) == ("72.00 %", "mean over 4 clients in training")
-    assert (told["Worst tenth"], told["Unseen clients"]) == ("54.00 %", "30.00 %")
+    assert (texts["Mean accuracy"], remarks["Mean accuracy"]) == (
+        "72.00 %",
+        "mean over 4 clients in training",
+    )
+    assert (texts["Worst tenth"], texts["Unseen clients"]) == ("54.00 %", "30.00 %")
     assert remarks["Unseen clients"] == "mean over 2 clients with no part in training, spread 5.00 %"
     assert (run["numUnseen"], run["clients"]["accuracy"][4:]) == (2, [0.25, 0.35])
     assert run["classes"]["shape"] == [6, 6]
@@ -122,10 +125,10 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     (folder / "clients.csv").unlink()
     other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
     going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
-    assert (headline(going, "text"), headline(going, "remark")) == (told, remarks)
+    assert (headline(going, "text"), headline(going, "remark")) == (texts, remarks)
     assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
     assert going["clients"]["accuracy_after_training"][4:] == [None, None]
-    assert list(headline(other_run, "text")) == list(told)
+    assert list(headline(other_run, "text")) == list(texts)
     assert headline(other_run, "text")["Unseen clients"] == "none"
     assert "accuracy_unseen" not in other_run["curves"]
 
@@ -262,9 +265,9 @@ def test_a_picture_with_wrong_axes_loses_only_the_page(
     (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
     folder = tmp_path / "run"
     assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
-    told = capsys.readouterr().err
-    assert "no report: diagnostic 'met' cannot be drawn" in told
-    assert "the shape [3], and its axes are (client, client)" in told
+    printed = capsys.readouterr().err
+    assert "no report: diagnostic 'met' cannot be drawn" in printed
+    assert "the shape [3], and its axes are (client, client)" in printed
     assert (folder / "clients.csv").exists()
     assert "'met' cannot be drawn" in refused(capsys, "report", folder)
 
@@ -355,16 +358,16 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     keys = ["run.on_divergence=skip"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, diverged=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    told = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
+    expected = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
     for is_finished in (True, False):
         if not is_finished:
             (some / "clients.csv").unlink()
         assert load_run(some).diverged.tolist() == [0, 3, 0, 0, 3, 0]
         page = tmp_path / "page.html"
         runs = reported(page, some, none)["runs"]
-        assert [run["warnings"] for run in runs] == [[f"{told} (run.on_divergence)."], []]
+        assert [run["warnings"] for run in runs] == [[f"{expected} (run.on_divergence)."], []]
         assert [headline(run, "value")["Diverged"] for run in runs] == [6, None]
-        assert f'<p class="warning">{told}' in page.read_text()
+        assert f'<p class="warning">{expected}' in page.read_text()
     # a page without such a run has no figure of it
     assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 
@@ -374,8 +377,8 @@ def test_the_page_shows_lost_clients_and_the_simulated_clock(tmp_path: Path) -> 
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, lost=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
     runs = reported(tmp_path / "page.html", some, none)["runs"]
-    told, values = ([headline(run, field) for run in runs] for field in ("text", "value"))
-    assert [(text["Lost"], text["Simulated time"]) for text in told] == [("6", "0:00:06"), ("none", "none")]
+    texts, values = ([headline(run, field) for run in runs] for field in ("text", "value"))
+    assert [(text["Lost"], text["Simulated time"]) for text in texts] == [("6", "0:00:06"), ("none", "none")]
     assert [(value["Lost"], value["Simulated time"]) for value in values] == [(6, 6), (None, None)]
     assert runs[0]["curves"]["simulated"] == [2, 4, 6]
     assert "simulated" not in runs[1]["curves"]

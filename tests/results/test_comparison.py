@@ -96,6 +96,6 @@ def test_other_seeds_and_equal_folders_are_refused_with_advice(tmp_path: Path) -
         hpcfl.compare(one, two)
     with pytest.raises(UserError, match="a run is named twice; compare runs in two folders"):
         hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
-    dealt = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
+    of_seeds = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):
-        hpcfl.compare(*dealt)
+        hpcfl.compare(*of_seeds)

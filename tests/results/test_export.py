@@ -268,14 +268,14 @@ def test_only_tensors_are_exported_of_a_network_that_torch_cannot_export(
     monkeypatch.setattr(type(network), "forward", forward)
     files = run.export(0, tmp_path)
     # torch.export logs as well
-    told = caplog.messages[-1]
-    assert told.startswith(f"no {tmp_path / 'client0.pt2'}: torch.export cannot follow the network: ")
+    warning = caplog.messages[-1]
+    assert warning.startswith(f"no {tmp_path / 'client0.pt2'}: torch.export cannot follow the network: ")
     assert [path.name for path in files] == ["client0.pt", "client0.safetensors", "client0.json"]
     assert run.network(0).load_state_dict(torch.load(files[0], weights_only=True))
 
 
 @pytest.fixture
-def going_on(place: Place, tmp_path: Path) -> Path:
+def unfinished(place: Place, tmp_path: Path) -> Path:
     """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
     folder = tmp_path / "going on"
     settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
@@ -287,29 +287,29 @@ def going_on(place: Place, tmp_path: Path) -> Path:
 
 
 def test_an_unfinished_run_has_no_personalised_models(
-    going_on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = tmp_path / "images.npz"
     np.savez(images, x=np.zeros((1, 7, 7), np.float32))
     why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
     for words in (
-        ["export", going_on, "--out", tmp_path / "out"],
-        ["predict", going_on, images, "--out", tmp_path / "out.csv"],
+        ["export", unfinished, "--out", tmp_path / "out"],
+        ["predict", unfinished, images, "--out", tmp_path / "out.csv"],
     ):
         assert re.search(why, refused(capsys, *words, "--client", "0", may_warn=True))
     assert "not finished: round 3 of 3 is done, and clients.csv" in refused(
-        capsys, "compare", going_on, going_on, may_warn=True
+        capsys, "compare", unfinished, unfinished, may_warn=True
     )
     assert (
-        main(["export", str(going_on), "--client", "global", "--out", str(tmp_path / "global")]) == FINISHED
+        main(["export", str(unfinished), "--client", "global", "--out", str(tmp_path / "global")]) == FINISHED
     )
     assert json.loads((tmp_path / "global" / "global.json").read_text())["round"] == 2
 
-    (going_on / "checkpoint.prev.h5").write_bytes(b"half a file")
-    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out", may_warn=True)
+    (unfinished / "checkpoint.prev.h5").write_bytes(b"half a file")
+    error = refused(capsys, "export", unfinished, "--client", "0", "--out", tmp_path / "out", may_warn=True)
     assert "checkpoint.prev.h5 is damaged" in error
-    (going_on / "checkpoint.prev.h5").unlink()
-    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out", may_warn=True)
+    (unfinished / "checkpoint.prev.h5").unlink()
+    error = refused(capsys, "export", unfinished, "--client", "0", "--out", tmp_path / "out", may_warn=True)
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
@@ -324,8 +324,8 @@ def test_damaged_files_are_named_with_their_line(
         text = (folder / name).read_bytes()
         assert old in text
         (folder / name).write_bytes(text.replace(old, new, 1))
-        said_of_run = refused(capsys, *(folder if word == "RUN" else word for word in words))
-        return said_of_run.removeprefix("error: ").removeprefix(f"{folder}/")
+        message = refused(capsys, *(folder if word == "RUN" else word for word in words))
+        return message.removeprefix("error: ").removeprefix(f"{folder}/")
 
     compare, report, watch = ("compare", "RUN", other), ("report", "RUN"), ("watch", "RUN", "--once")
     for words in (compare, report):
@@ -385,7 +385,7 @@ def test_mistakes_are_reported_in_one_line(
         return refused(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.csv")
 
     out = ["--out", tmp_path / "out"]
-    for told, *words in (
+    for expected, *words in (
         (f"{tmp_path / 'none'} is not a run folder: No such", tmp_path / "none", "--client", "0", *out),
         ("client 7 is not in this run; allowed: 0 to 6", run, "--client", "7", *out),
         ("allowed: a client's number or global or all", run, "--client", "x", *out),
@@ -394,11 +394,11 @@ def test_mistakes_are_reported_in_one_line(
         ("a folder, FILE.pt, FILE.safetensors, FILE.pt2", run, "--client", "3", "--out", tmp_path / "3.pth"),
         ("cannot write ", run, "--client", "1", "--out", run / "clients.csv" / "x"),
     ):
-        assert told in refused(capsys, "export", *words)
+        assert expected in refused(capsys, "export", *words)
     assert list(tmp_path.iterdir()) == []
 
     x = np.zeros((2, 1, 7, 7), np.float32)
-    for told, wrong in (
+    for expected, wrong in (
         ("x has shape [2, 1, 8, 8]; allowed: [n, 7, 7, 1] with layout NHWC", np.zeros((2, 1, 8, 8))),
         ("x has shape [0, 7, 7]", x[:0, 0]),
         ("x has shape [7]", np.zeros(7)),
@@ -406,7 +406,7 @@ def test_mistakes_are_reported_in_one_line(
         ("x has type int64; allowed", x.astype(np.int64)),
         ("not finite", np.full((1, 7, 7), np.nan)),
     ):
-        assert told in predict(x=wrong)
+        assert expected in predict(x=wrong)
     assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]

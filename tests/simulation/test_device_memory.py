@@ -53,12 +53,12 @@ def test_a_gpu_out_of_memory_error_names_what_to_lower(
     monkeypatch.setattr(owner, hook, full)
     keys = [*SMALL, f"run.engine={engine}", "run.eval_every=1"]
     assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
-    told = capsys.readouterr().err
-    assert told.startswith("hpcfl: error: the GPU of rank 0 on ")
-    assert "out of memory; try " in told
-    assert "run.state=host, a smaller run.clients_at_once" in told
-    assert "a smaller train.batch_size" in told
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("hpcfl: error: the GPU of rank 0 on ")
+    assert "out of memory; try " in printed
+    assert "run.state=host, a smaller run.clients_at_once" in printed
+    assert "a smaller train.batch_size" in printed
+    assert printed.count("\n") == 1
 
 
 def test_samples_that_do_not_fit_into_gpu_memory_are_refused(
@@ -73,10 +73,10 @@ def test_samples_that_do_not_fit_into_gpu_memory_are_refused(
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function that says how many bytes of the GPU are free."""
 
-    def say(num_bytes: int) -> None:
+    def set_free(num_bytes: int) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (num_bytes, 2 * num_bytes))
 
-    return say
+    return set_free
 
 
 def test_clients_at_once_is_a_power_of_two_that_fits_into_half_of_the_free_memory(

@@ -60,7 +60,7 @@ class Poisoned(METHODS["{method}"]):
                         clients[name][number] = torch.nan
         return up
 '''
-TOLD = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta)"
+CAUSE = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta)"
 
 
 def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "fedavg") -> str:
@@ -84,7 +84,7 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
     return read_csv(folder / "metrics.csv")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines on standard error since the last look."""
     return capsys.readouterr().err.splitlines()
 
@@ -98,9 +98,9 @@ def test_a_diverged_run_stops_and_can_continue_without_the_diverged_clients(
     folder, whole = tmp_path / "run", tmp_path / "whole"
     capsys.readouterr()
     assert run_here(folder, poisoned) == DIVERGED
-    (line,) = said(capsys)
+    (line,) = printed_lines(capsys)
     assert line == (
-        f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start over with a lower train.lr "
+        f"hpcfl: error: {CAUSE}; the last good checkpoint is of round 2: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to leave such clients "
         "out of the round and continue"
     )
@@ -111,10 +111,12 @@ def test_a_diverged_run_stops_and_can_continue_without_the_diverged_clients(
         assert np.isfinite(file["server/theta"][()]).all()
     # again, it stops at the same place
     assert run_here(folder, poisoned) == DIVERGED
-    assert said(capsys) == [line]
+    assert printed_lines(capsys) == [line]
     assert contents(folder) == before
     assert run_here(folder, [*poisoned, SKIP]) == FINISHED
-    assert said(capsys) == [f"hpcfl: warning: {TOLD}: left out of the round (run.on_divergence=skip)"]
+    assert printed_lines(capsys) == [
+        f"hpcfl: warning: {CAUSE}: left out of the round (run.on_divergence=skip)"
+    ]
     assert run_here(whole, [*poisoned, SKIP]) == FINISHED
     assert differing(whole, folder) == []
     assert [row["diverged"] for row in metrics_of(folder)] == ["0", "0", "2", "2"]
@@ -129,7 +131,7 @@ def test_a_diverged_run_can_continue_with_their_numbers(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(tmp_path / "run", [*poisoned, "run.on_divergence=continue"]) == FINISHED
-    first, *others = said(capsys)
+    first, *others = printed_lines(capsys)
     assert first.endswith("theta): the run continues with these numbers (run.on_divergence=continue)")
     assert others == []
     # all have them from round 4 on
@@ -150,7 +152,7 @@ def test_a_run_with_too_large_a_step_stops(
     # to leave all out would train nothing
     assert line.endswith("; there is no checkpoint yet: start over with a lower train.lr (it is 1e+06)")
     assert run_here(tmp_path / "alone", keys) == DIVERGED
-    assert said(capsys) == [line]
+    assert printed_lines(capsys) == [line]
 
 
 def test_divergence_of_the_server_is_distinguished_from_that_of_clients(
@@ -170,7 +172,7 @@ def test_divergence_of_the_server_is_distinguished_from_that_of_clients(
         capsys.readouterr()
         assert run_here(folder, [*settings, *keys, "run.eval_every=3"]) == DIVERGED
         kept = "the last good checkpoint is of round 1" if every == 1 else "there is no checkpoint yet"
-        assert said(capsys) == [
+        assert printed_lines(capsys) == [
             f"hpcfl: error: the server's state is not finite after round 2 (fedavg; theta); {kept}: "
             "start over with a lower train.lr (it is 0.05), or take smaller steps on the server "
             "(hpcfl list keys method)"
@@ -194,17 +196,17 @@ def test_a_model_that_cannot_be_scored_stops_the_run(
     monkeypatch.setattr(METHODS["fedavg"], "finetune", spoilt)
     keys = [*settings, "method.name=fedavg", "train.finetune_epochs=2", "train.rounds=2"]
     what = "fedavg; loss is nan after 2 epochs of fine-tuning"
-    told = f"client 4 diverged in the evaluation after round 2 ({what})"
+    cause = f"client 4 diverged in the evaluation after round 2 ({what})"
     capsys.readouterr()
     assert run_here(tmp_path / "run", keys) == DIVERGED
-    assert said(capsys) == [
-        f"hpcfl: error: {told}; the last good checkpoint is of round 1: start over with a lower train.lr "
+    assert printed_lines(capsys) == [
+        f"hpcfl: error: {cause}; the last good checkpoint is of round 1: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to continue with such scores"
     ]
     assert not list((tmp_path / "run").glob("*tmp*"))
     assert [row["round"] for row in metrics_of(tmp_path / "run")] == ["1"]
     assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
-    assert said(capsys) == [f"hpcfl: warning: {told}"]
+    assert printed_lines(capsys) == [f"hpcfl: warning: {cause}"]
     assert metrics_of(tmp_path / "run")[-1]["diverged"] == "0"
 
 
@@ -293,7 +295,7 @@ def test_a_round_without_a_client_changes_nothing(
     spoil(monkeypatch, METHODS[method], range(7), round=1)
     capsys.readouterr()
     assert run_here(tmp_path / "two", [*keys, "train.rounds=2", SKIP]) == FINISHED
-    assert said(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
+    assert printed_lines(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
     assert differing(tmp_path / "one", tmp_path / "two", "server", "clients", "personalised") == []
     last = metrics_of(tmp_path / "two")[-1]
     assert (last["diverged"], last["train_loss_mean"], last["accuracy_after_training"]) == ("7", "nan", "nan")
@@ -410,6 +412,6 @@ def test_a_table_names_the_diverged_cell(
     overrides = [word for word in poisoned if not word.startswith("method.")]
     options = ["--own-code", words["method.path"], "--quiet", "--out", str(tmp_path / "cells")]
     assert main(["table", str(path), *options, *overrides]) == DIVERGED
-    (line,) = [line for line in said(capsys) if "diverged" in line]
+    (line,) = [line for line in printed_lines(capsys) if "diverged" in line]
     assert line.startswith(f"hpcfl: error: {path}, row 1 (poisoned)")
-    assert TOLD in line
+    assert CAUSE in line

@@ -142,9 +142,9 @@ def test_numbers_that_cannot_be_read_end_all_ranks(
     done = mpirun(2, "-c", READS_NO_NUMBERS, *words, check=False, timeout=60)
     assert done.returncode == BAD_INPUT
     # Open MPI's mpirun adds words of its own
-    told = done.stderr.splitlines()
-    assert told[:1] == ["hpcfl: error: the disk is gone"]
-    assert not [line for line in told[1:] if line.startswith(("hpcfl", "Traceback"))]
+    lines = done.stderr.splitlines()
+    assert lines[:1] == ["hpcfl: error: the disk is gone"]
+    assert not [line for line in lines[1:] if line.startswith(("hpcfl", "Traceback"))]
 
 
 def test_a_run_prolonged_round_by_round_has_the_same_bits(

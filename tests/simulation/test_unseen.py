@@ -210,18 +210,18 @@ def test_the_number_of_unseen_clients_follows_from_their_share(share: float, uns
 
 
 def test_unseen_clients_are_drawn_with_the_data_seed_and_come_last(settings: list[str]) -> None:
-    def dealt(*keys: str) -> list[list[int]]:
+    def partition(*keys: str) -> list[list[int]]:
         return [part.train.tolist() for part in load_data(load_config(None, [*settings, *keys]))[1]]
 
     def order(*keys: str) -> list[int]:
-        everyone = dealt("data.unseen_clients=0", *keys)
-        return [everyone.index(part) for part in dealt(*keys)]
+        everyone = partition("data.unseen_clients=0", *keys)
+        return [everyone.index(part) for part in partition(*keys)]
 
     found = order()
     assert sorted(found) == list(range(SEEN + UNSEEN))
     assert found[:SEEN] == sorted(found[:SEEN])
     assert found[SEEN:] == sorted(found[SEEN:])
-    assert dealt("run.seed=9", "method.name=local") == dealt()
+    assert partition("run.seed=9", "method.name=local") == partition()
     assert len({tuple(order(f"data.seed={seed}")[SEEN:]) for seed in range(3)}) > 1
 
 

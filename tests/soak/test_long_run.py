@@ -115,10 +115,10 @@ class Launch:
     def done(self) -> int:
         """Return the round of the newest evaluation, 0 before one is known."""
         newest = whole_lines(self._metrics, 1000)[-1:]
-        told = newest[0].partition(",")[0] if newest else ""
-        return int(told) if told.isdecimal() else 0
+        number = newest[0].partition(",")[0] if newest else ""
+        return int(number) if number.isdecimal() else 0
 
-    def go_on(self, until: Callable[[], bool] = lambda: False) -> None:
+    def observe(self, until: Callable[[], bool] = lambda: False) -> None:
         """Look at the ranks until something holds or mpirun ends."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self.mpirun.poll() is None and not until():
@@ -132,7 +132,7 @@ class Launch:
 
     def end(self) -> int:
         """Wait for the end of all, and return mpirun's exit code; ranks that outlive it are killed."""
-        self.go_on()
+        self.observe()
         _, alive = psutil.wait_procs(self._ranks.values(), timeout=20)
         for process in alive:
             process.kill()
@@ -332,10 +332,10 @@ def preemptions(chance: random.Random) -> list[Preemption]:
 def preempt(launch: Launch, preemption: Preemption, chance: random.Random) -> int:
     """Do it, and return mpirun's exit code."""
     if preemption.kind == AS_IT_STARTS:
-        launch.go_on(lambda: len(launch.ranks()) == launch.num_ranks)
+        launch.observe(lambda: len(launch.ranks()) == launch.num_ranks)
         time.sleep(10 * preemption.pause_s)
     else:
-        launch.go_on(lambda: launch.done() >= preemption.round)
+        launch.observe(lambda: launch.done() >= preemption.round)
         time.sleep(preemption.pause_s)
     assert launch.mpirun.poll() is None, launch.printed()
     is_openmpi = "--oversubscribe" in launch.mpirun.cmdline()

@@ -35,7 +35,7 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.snapshot import Snapshot
 
 Capture = pytest.CaptureFixture[str]
-GoesOn = Callable[[Path], None]
+Resume = Callable[[Path], None]
 ROUNDS = 4
 METHOD = METHODS["heurpfedla"]
 """With state on the server and on clients."""
@@ -77,7 +77,7 @@ def copied(unfinished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def goes_on(settings: list[str], uninterrupted: Path) -> GoesOn:
+def resume(settings: list[str], uninterrupted: Path) -> Resume:
     """Return a function that takes the run of a folder to its end, with the bits of an uninterrupted one."""
 
     def check(folder: Path) -> None:
@@ -163,7 +163,7 @@ def the_error(capfd: Capture) -> str:
 
 
 def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
-    settings: list[str], goes_on: GoesOn, small_disk: Path, mpirun: Mpirun
+    settings: list[str], resume: Resume, small_disk: Path, mpirun: Mpirun
 ) -> None:
     folder = small_disk / "run"
     ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False, anew=True)
@@ -176,11 +176,11 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
     assert "Traceback" not in ended.stderr
     assert_checkpoints_of_two_rounds(folder)
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
-    goes_on(folder)
+    resume(folder)
 
 
 def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
-    settings: list[str], goes_on: GoesOn, unfinished: Path, small_disk: Path, capfd: Capture
+    settings: list[str], resume: Resume, unfinished: Path, small_disk: Path, capfd: Capture
 ) -> None:
     folder = small_disk / "run"
     folder.mkdir()
@@ -189,11 +189,11 @@ def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
     # twice: what the first attempt held is free again
     for _ in range(2):
         assert run_here(folder, settings) == STORAGE_ERROR
-        said = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
-        assert the_error(capfd).endswith(said)
+        expected = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
+        assert the_error(capfd).endswith(expected)
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
-    goes_on(folder)
+    resume(folder)
 
 
 def make_read_only(folder: Path) -> None:
@@ -211,7 +211,7 @@ def let_the_disk_fail(_: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "expected"),
     [
         (lambda _: limit_files(500_000), f"{NOT_WRITTEN}: File too large; {OF_ROUND_2}; {FREE} and"),
         (make_read_only, f"{NOT_WRITTEN}: Permission denied; {OF_ROUND_2}; {WRITABLE} and"),
@@ -226,23 +226,23 @@ def let_the_disk_fail(_: Path) -> None:
 )
 def test_a_fault_at_a_checkpoint_ends_the_run(
     settings: list[str],
-    goes_on: GoesOn,
+    resume: Resume,
     tmp_path: Path,
     capfd: Capture,
     act: Callable[[Path], object],
-    said: str,
+    expected: str,
 ) -> None:
     """Where the lock is gone, another run may have come meanwhile."""
     folder = tmp_path / "run"
     assert run_disturbed(folder, settings, lambda: act(folder)) == STORAGE_ERROR
-    assert the_error(capfd) == f"hpcfl: error: {said.format(folder)} {AGAIN}"
+    assert the_error(capfd) == f"hpcfl: error: {expected.format(folder)} {AGAIN}"
     assert_checkpoints_of_two_rounds(folder)
     folder.chmod(0o755)
-    goes_on(folder)
+    resume(folder)
 
 
 def test_a_quota_in_the_middle_of_a_line_ends_the_run(
-    settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture
+    settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture
 ) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.csv"
@@ -254,7 +254,7 @@ def test_a_quota_in_the_middle_of_a_line_ends_the_run(
     )
     *whole, half = metrics.read_text().split("\n")
     assert (len(whole), len(half)) == (3, 40)
-    goes_on(folder)
+    resume(folder)
 
 
 def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
@@ -295,7 +295,7 @@ def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
 
 @pytest.mark.parametrize("then", ["moved", "replaced", "deleted"])
 def test_a_folder_that_is_moved_or_deleted_ends_the_run(
-    settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture, then: str
+    settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture, then: str
 ) -> None:
     """One that is moved keeps what it has, and whatever stands in its place is left alone."""
     folder, moved = tmp_path / "run", tmp_path / "moved"
@@ -319,17 +319,17 @@ def test_a_folder_that_is_moved_or_deleted_ends_the_run(
         assert (folder / ".lock").read_text() == LOCK
     else:
         assert not folder.exists()
-    goes_on(moved)
+    resume(moved)
 
 
 # Two runs in one folder
 
 
 def test_a_lock_of_a_dead_job_on_another_node_is_taken_over_with_a_warning(
-    goes_on: GoesOn, copied: Path, capfd: Capture
+    resume: Resume, copied: Path, capfd: Capture
 ) -> None:
     (copied / ".lock").write_text(LOCK)
-    goes_on(copied)
+    resume(copied)
     assert capfd.readouterr().err == (
         f"hpcfl: warning: {copied} was locked by {FOREIGN}. This machine cannot see whether it still runs "
         "(see squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, "
@@ -431,28 +431,28 @@ def test_a_full_or_missing_tmp_changes_nothing(
 
 @pytest.mark.parametrize("kept", [0.4, 0.9])
 def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
-    settings: list[str], goes_on: GoesOn, copied: Path, capfd: Capture, kept: float
+    settings: list[str], resume: Resume, copied: Path, capfd: Capture, kept: float
 ) -> None:
     shutil.copy(copied / "config.yaml", copied / "config.yaml.tmp")
     for path in copied.iterdir():
         if path.name != "checkpoint.prev.h5":
             os.truncate(path, int(kept * path.stat().st_size))
-    goes_on(copied)
-    told = capfd.readouterr().err
+    resume(copied)
+    printed = capfd.readouterr().err
     newest, previous = (copied / name for name in CHECKPOINTS)
-    assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
-    assert f"; taking {previous}, round 1\n" in told
+    assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in printed
+    assert f"; taking {previous}, round 1\n" in printed
     # what is cut off at the end of config.yaml are ranks
-    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
-    assert (is_told in told) == (kept < 0.9)
+    rewritten = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
+    assert (rewritten in printed) == (kept < 0.9)
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
 
-def test_a_folder_without_config_yaml_is_resumed(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
+def test_a_folder_without_config_yaml_is_resumed(resume: Resume, copied: Path, capfd: Capture) -> None:
     (copied / "config.yaml").unlink()
-    goes_on(copied)
-    told = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and is written again\n"
-    assert told in capfd.readouterr().err
+    resume(copied)
+    expected = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and is written again\n"
+    assert expected in capfd.readouterr().err
 
 
 def test_a_truncated_config_yaml_is_read_or_rewritten(settings: list[str], copied: Path) -> None:
@@ -481,7 +481,7 @@ OVER = "or add --fresh to move the folder aside and start over"
 
 
 def test_a_checkpoint_of_another_run_is_refused(
-    settings: list[str], goes_on: GoesOn, copied: Path, tmp_path: Path, capfd: Capture
+    settings: list[str], resume: Resume, copied: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     own = (copied / "checkpoint.h5").read_bytes()
     other = [*settings, "method.name=fedavg", "train.lr=0.01", "train.rounds=1"]
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
     assert error.endswith(f"; restore this run's own checkpoint, {OVER}")
     (copied / "checkpoint.h5").write_bytes(own)
-    goes_on(copied)
+    resume(copied)
 
 
 def test_an_unfinished_run_of_another_version_is_refused(

@@ -185,8 +185,8 @@ def test_another_version_of_torch_is_reported(capsys: pytest.CaptureFixture[str]
     record = tmp_path / "run" / "config.yaml"
     record.write_text(record.read_text().replace(f"torch: {torch.__version__}", "torch: 1.0"))
     assert main(words) == FINISHED
-    told = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
-    assert capsys.readouterr().err.startswith(told)
+    expected = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
+    assert capsys.readouterr().err.startswith(expected)
 
 
 def test_a_run_with_other_help_texts_is_not_resumed(
@@ -202,8 +202,8 @@ def test_a_run_with_other_help_texts_is_not_resumed(
     monkeypatch.setitem(topics, "with", topics["with"] + " ")
     # there is nothing left to train
     assert main([*words, "train.rounds=2"]) == FINISHED
-    said = refused(capsys, *words, "train.rounds=3")
-    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in said
+    message = refused(capsys, *words, "train.rounds=3")
+    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in message
     assert results(tmp_path / "run") == before
 
 

@@ -207,11 +207,11 @@ def test_differences_have_a_line_for_each_pair_and_column(table: Table) -> None:
 def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
     text = write(table)
     _, below = text.split("ours_1 - alone     hard")
-    said = "Differences shown: 1; their 95 % intervals are not corrected for this number."
-    assert below.splitlines()[1:] == ["", said]
+    note = "Differences shown: 1; their 95 % intervals are not corrected for this number."
+    assert below.splitlines()[1:] == ["", note]
     assert "one partition" not in text
-    assert (table.folder / "table.md").read_text().endswith(f"\n\n{said}\n")
-    latex = said.replace("%", r"\%")
+    assert (table.folder / "table.md").read_text().endswith(f"\n\n{note}\n")
+    latex = note.replace("%", r"\%")
     assert (table.folder / "table.tex").read_text().endswith(f"\\noindent {latex}\\par\n")
 
 
@@ -445,8 +445,8 @@ def test_plan_lists_cells_and_hours_and_writes_nothing(
         [name, "3", "0", "100000"] for name in ("ours_1", "theirs", "alone")
     ]
     of_cells = [float(line.split()[-1]) for line in text.splitlines() if " 100000 " in line]
-    (told,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(text.split()))
-    assert float(told) == pytest.approx(sum(of_cells), abs=0.1)
+    (hours,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(text.split()))
+    assert float(hours) == pytest.approx(sum(of_cells), abs=0.1)
     assert min(of_cells) > 0.1
     assert sorted(tmp_path.rglob("*")) == before
 

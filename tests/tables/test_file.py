@@ -83,8 +83,8 @@ def test_cells_are_columns_by_rows_by_seeds(folder: Path) -> None:
     ]
     assert table.cells[4].folder == Path("runs/paper/many/fedavg-s3")
     assert table.cells[-1].folder == Path("runs/paper/kept-k-2/ours-s5")
-    told = ("A paper's table", "table 1", "small: 5 of 50 clients")
-    assert (table.title, table.source, table.size) == told
+    expected = ("A paper's table", "table 1", "small: 5 of 50 clients")
+    assert (table.title, table.source, table.size) == expected
     assert [row.published for row in table.rows] == [{"few": 61.43, "many": 73.0}, {}, {}]
     assert [row.tuned for row in table.rows] == [None, None, "train.lr of 0.1 and 0.3"]
 
@@ -197,8 +197,8 @@ def test_the_title_names_what_the_command_line_changes_but_not_the_folder_of_the
     assert Table(folder / "paper.yaml", silent).title == "A paper's table"
     changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50"]
     table = Table(folder / "paper.yaml", changed, seeds=[5])
-    said = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
-    assert table.title == f"A paper's table {said}"
+    change = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
+    assert table.title == f"A paper's table {change}"
 
 
 def test_every_group_of_keys_is_allowed_in_a_table_file() -> None:
@@ -234,7 +234,7 @@ def test_cells_are_chosen_by_labels_or_parts_of_them(folder: Path) -> None:
 
 def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None:
     path = folder / "paper.yaml"
-    for columns, rows, said in (
+    for columns, rows, expected in (
         (
             ["lots"],
             [],
@@ -250,7 +250,7 @@ def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None
     ):
         with pytest.raises(UserError) as error:
             Table(path, in_columns=columns, in_rows=rows)
-        assert str(error.value) == said
+        assert str(error.value) == expected
 
 
 def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(folder: Path) -> None:
@@ -274,8 +274,8 @@ def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(f
 def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
     (folder / "paper.yaml").write_text(TWO_SOURCES)
     for choice in ({}, {"in_columns": ["few", "many"]}, {"in_rows": ["ours"]}):
-        said = refused(folder / "paper.yaml", ["data.source=digits"], **choice)
-        assert said == (
+        message = refused(folder / "paper.yaml", ["data.source=digits"], **choice)
+        assert message == (
             ": data.source on the command line would replace cifar10, fashionmnist in all columns; choose "
             "columns of one of them with --column LABEL"
         )
@@ -289,7 +289,7 @@ NUMBERS = "published: {few: 61.43, many: 73}"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         (
             "published: {few:",
@@ -332,8 +332,8 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )
-def test_a_mistake_is_reported_with_its_position(folder: Path, old: str, new: str, said: str) -> None:
-    assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(said)
+def test_a_mistake_is_reported_with_its_position(folder: Path, old: str, new: str, expected: str) -> None:
+    assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ('"kept, k = 2"', "lots", ": lots is none of the columns; there are: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
@@ -360,9 +360,9 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
     ],
 )
 def test_a_mistake_in_a_file_that_extends_another_is_reported(
-    folder: Path, old: str, new: str, said: str
+    folder: Path, old: str, new: str, expected: str
 ) -> None:
-    assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(said)
+    assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(expected)
 
 
 # Help

@@ -200,9 +200,9 @@ def test_a_heat_map_shows_the_weights_of_the_checkpoint(toy: dict[str, Figure], 
     last = [
         f"{float(read_csv(whole / f'{slug}-s0' / 'metrics.csv')[-1]['accuracy_mean']):.1%}" for slug in SLUGS
     ]
-    said = texts(toy["figure_a"])
-    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in said
-    assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in said
+    shown = texts(toy["figure_a"])
+    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in shown
+    assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in shown
 
 
 def test_the_matrix_of_one_client_shows_its_layers(toy: dict[str, Figure], whole: Path) -> None:
@@ -391,8 +391,8 @@ def test_a_damaged_checkpoint_omits_only_its_own_cell(
         (folder / name).write_bytes(b"nothing")
     table = Table(Path(words[0]), words[1:], copied)
     pictures = write_from_histories(table)
-    (told,) = caplog.messages
-    assert re.search("HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint", told)
+    (warning,) = caplog.messages
+    assert re.search("HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint", warning)
     assert all(pictures.values())
     lines = read_csv(copied / "diagnostics.csv")
     assert {(line["column"], line["seed"]) for line in lines} == {
@@ -437,7 +437,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
@@ -455,24 +455,24 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
         ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: gamma = 0.8 is none of the columns"),
     ],
 )
-def test_a_mistake_is_reported_with_its_position(old: str, new: str, said: str, tmp_path: Path) -> None:
-    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(said)
+def test_a_mistake_is_reported_with_its_position(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "fc3 is none of the layers; there are: conv1 | bn1 |"),
         ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
     ],
 )
 def test_missing_layers_and_clients_are_reported_when_the_figure_is_drawn(
-    words: list[str], copied: Path, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], copied: Path, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copied.parent / "toy.yaml"
     path.write_text(TOY.replace(old, new))
     line = refused(capsys, "table", path, *words[1:], "--out", copied, "--quiet")
-    assert f"{path}, figure, column gamma = 0.9: {said}" in line
+    assert f"{path}, figure, column gamma = 0.9: {expected}" in line
 
 
 def test_a_file_inherits_a_figure_without_the_columns_that_it_leaves_out(tmp_path: Path) -> None:

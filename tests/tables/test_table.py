@@ -94,11 +94,11 @@ def table(folder: Path, *words: str) -> int:
     return main(["table", *words, "--out", str(folder)])
 
 
-Told = Callable[..., str]
+Finish = Callable[..., str]
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
+def finish(capsys: pytest.CaptureFixture[str]) -> Finish:
     """Return what runs a table to its end in a folder, and returns what that prints."""
 
     def run(folder: Path, *words: str) -> str:
@@ -252,12 +252,12 @@ compare: [[fedavg, local]]
 
 
 def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
-    words: list[str], tmp_path: Path, told: Told
+    words: list[str], tmp_path: Path, finish: Finish
 ) -> None:
     path = tmp_path / "columns.yaml"
     path.write_text(COLUMNS_BY_ROWS)
     options = ["--rounds", "2", "--write-results"]
-    out = told(tmp_path / "out", str(path), *words[1:], *options)
+    out = finish(tmp_path / "out", str(path), *words[1:], *options)
     names = ("fedavg, all", "fedavg, A half!", "local, A half!")
     assert re.findall(r"^cell (\d/6: \w+, .*? seed \d)", out, re.MULTILINE) == [
         f"{number}/6: {name} seed {seed}"
@@ -307,12 +307,12 @@ def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     path, folder = tmp_path / "columns.yaml", tmp_path / "out"
     path.write_text(COLUMNS_BY_ROWS)
     own = [str(path), *words[1:], "train.rounds=1"]
-    out = told(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
+    out = finish(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
     assert out.startswith(f"0 of 1 cells are finished, in {folder}\n")
     assert begun(out) == [2]
     assert "\ncell 2/2: local, A half! seed 1\n" in out
@@ -327,13 +327,13 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     advice = "File exists; make it writable, or copy the table file elsewhere"
     assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in capsys.readouterr().err
     (tmp_path / "results").unlink()
-    out = told(folder, *own, "--no-run", "--write-results")
+    out = finish(folder, *own, "--no-run", "--write-results")
     assert "\ncell " not in out
     assert "missing" in out
     assert files(folder) == files_before
     results = read_csv(tmp_path / "results" / "columns.csv")
     assert [row["seeds"] for row in results] == ["0", "0", "1"]
-    out = told(folder, *own, "--column", "all", "--write-results")
+    out = finish(folder, *own, "--column", "all", "--write-results")
     assert begun(out) == [1, 2]
     assert "cells are missing" not in out
     found = accuracies(folder)
@@ -346,12 +346,12 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
 
 
 def test_a_column_without_data_is_skipped_and_reported(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, told: Told
+    of_two: tuple[list[str], list[str]], tmp_path: Path, finish: Finish
 ) -> None:
     words, _ = of_two
     folder = tmp_path / "out"
-    planned = told(folder, *words, "--plan")
-    run = told(folder, *words, "--row", "fedavg")
+    planned = finish(folder, *words, "--plan")
+    run = finish(folder, *words, "--row", "fedavg")
     reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
     assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
     assert "4 cells, " in planned
@@ -375,7 +375,7 @@ def test_a_table_without_any_data_is_an_error(
 
 
 def test_each_column_names_its_own_data_file(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     words, file = of_two
     folder = tmp_path / "out"
@@ -394,7 +394,7 @@ def test_each_column_names_its_own_data_file(
     shutil.rmtree(folder / "photos-all" / "local-s1")
     before = files(folder / "digits-all")
     # a cell that is not finished needs the file again
-    out = told(folder, *words)
+    out = finish(folder, *words)
     assert out.startswith("7 of 8 cells are finished")
     assert "photos, all: not run: cifar10 is not in" in out
     assert accuracies(folder)["local", "photos, all"] == (of_photos[0], "")
@@ -410,9 +410,11 @@ def test_each_column_names_its_own_data_file(
 # Going on
 
 
-def test_two_parts_make_the_whole_table(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
+def test_two_parts_make_the_whole_table(
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
+) -> None:
     folder = tmp_path / "out"
-    out = told(folder, *words, "--part", "1/2")
+    out = finish(folder, *words, "--part", "1/2")
     assert begun(out) == [1, 3]
     assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
     markdown = (folder / "table.md").read_text()
@@ -424,7 +426,7 @@ def test_two_parts_make_the_whole_table(words: list[str], whole: Path, tmp_path:
     assert out.splitlines()[-1] == PARTS_LEFT
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
-    out = told(folder, *words, "--part=2/2")
+    out = finish(folder, *words, "--part=2/2")
     assert "missing" not in out
     assert begun(out) == [2, 4]
     assert before.items() <= files(folder).items()
@@ -432,7 +434,7 @@ def test_two_parts_make_the_whole_table(words: list[str], whole: Path, tmp_path:
 
 
 def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
-    words: list[str], whole: Path, tmp_path: Path, told: Told
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
 ) -> None:
     def start(part: str) -> int:
         return forked(lambda: table(tmp_path, *words, "--quiet", "--part", part))
@@ -440,7 +442,7 @@ def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
     children = [start("1/2"), start("2/2")]
     assert [os.waitpid(child, 0)[1] for child in children] == [FINISHED] * 2
     before = files(tmp_path)
-    out = told(tmp_path, *words)
+    out = finish(tmp_path, *words)
     title = f"# Two methods on digits ({changed(words)})"
     assert out.startswith(f"4 of 4 cells are finished, in {tmp_path}\n\n{title}\n\nSeeds 0, 1;")
     assert "cell 1/4" not in out
@@ -465,10 +467,10 @@ def test_a_table_with_a_failed_cell_finishes_the_other_cells(
     assert f"  fedavg seed 0, in {damaged}\n" in out
     assert not list(copied.glob(".*.running"))
     warning, error = err.splitlines()
-    told = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
-    assert warning.startswith(f"hpcfl: warning: {told}")
+    cell = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
+    assert warning.startswith(f"hpcfl: warning: {cell}")
     assert warning.endswith("; continuing with the other cells")
-    assert error.startswith(f"hpcfl: error: {told}")
+    assert error.startswith(f"hpcfl: error: {cell}")
     assert [row["seeds"] for row in figures(folder)] == ["1", "2"]
     shutil.rmtree(damaged)
     assert table(folder, *words, "--quiet") == FINISHED
@@ -508,7 +510,7 @@ def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
     half: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    told: Told,
+    finish: Finish,
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
     order: list[int],
@@ -519,7 +521,7 @@ def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
         table(half, *words)
     assert begun(capsys.readouterr().out) == [1]
     assert (tmp_path / "cell").read_text() == f"{half / 'fedavg-s0'}\n"
-    assert begun(told(half, *words)) == order
+    assert begun(finish(half, *words)) == order
     assert not list(half.glob(".*.running"))
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
@@ -543,7 +545,7 @@ def test_a_table_stopped_after_any_round_is_resumed(
 
 
 def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path, told: Told
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
 ) -> None:
     folder = tmp_path / "out"
 
@@ -561,7 +563,7 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
     # the cell that was stopped is gone on with first
-    assert begun(told(folder, *words)) == [2, 3, 4]
+    assert begun(finish(folder, *words)) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
@@ -591,7 +593,7 @@ def test_a_table_with_more_rounds_is_resumed_and_quiet_prints_nothing(
 
 
 def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
@@ -602,7 +604,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
-    assert told(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
+    assert finish(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
     assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
     olds = sorted(path.name for path in copied.glob("*.old*"))
@@ -617,7 +619,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{lr: 0.05}", "{lrate: 0.05}", "row 1 (fedavg): train.lrate=0.05 is an unknown key"),
         ("lr: 0.1}", "lrate: 0.1}", "(HeurpFedLA, k = 2): train.lrate=0.1 is an unknown key"),
@@ -639,19 +641,19 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
     ],
 )
 def test_a_mistake_in_the_file_is_reported_before_the_first_run(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, expected: str
 ) -> None:
     assert TABLE.count(old) == 1
     path = tmp_path / "mistaken.yaml"
     path.write_text(TABLE.replace(old, new))
     message = refused(capsys, "table", str(path), *words[1:], "--out", tmp_path / "out")
     assert str(path) in message
-    assert said in message
+    assert expected in message
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "expected"),
     [
         (["--part", "0/2"], "--part 0/2 is invalid; give K/N with K from 1 to N"),
         (["--part", "3/2"], "--part 3/2 is invalid"),
@@ -670,18 +672,18 @@ def test_a_mistake_in_the_file_is_reported_before_the_first_run(
     ],
 )
 def test_a_mistake_on_the_command_line_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
 ) -> None:
-    assert said in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
+    assert expected in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, said in (
+    for word, expected in (
         ("train.lr=1", "give a table file, such as "),
         ("none.yaml", "none.yaml: No such file"),
     ):
-        assert said in refused(capsys, "table", word, "--out", tmp_path / "out")
+        assert expected in refused(capsys, "table", word, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

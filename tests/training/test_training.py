@@ -401,17 +401,17 @@ def test_bfloat16_rounds_products_and_nothing_else(general: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ([], "train.precision=bfloat16: this processor has neither AVX-512 BF16 nor AMX"),
         (["run.engine=batched"], "train.precision=bfloat16 is for the loop engine on a CPU"),
     ],
 )
 def test_bfloat16_is_refused_where_it_does_not_pay(
-    keys: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    keys: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validate, "has_bfloat16", lambda: False)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), Communicator())
 
 
