@@ -105,14 +105,14 @@ def no_warning_unseen(request: pytest.FixtureRequest, caplog: pytest.LogCaptureF
 
 @pytest.fixture
 def own_code_forgotten() -> Iterator[None]:
-    """Forget what a test adds in files of its own."""
+    """Forget what a test adds in own files."""
     with forgetting_own_code():
         yield
 
 
 @contextlib.contextmanager
 def forgetting_own_code() -> Iterator[None]:
-    """Forget in the end what is added inside in files of one's own."""
+    """Forget in the end what own files add inside the block."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
     added, allowed = set(own_code._added), set(own_code._allowed)

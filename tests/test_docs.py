@@ -1,4 +1,4 @@
-"""What the README and docs/ promise: commands run, and pages made from the code are as the code is."""
+"""What the README and docs/ promise: commands run, and generated pages match the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ELSEWHERE = {
 FEWER_STEPS = ("train.local_epochs=1", "train.batch_size=64")
 """What the walks add to the runs and tables of the pages."""
 FEWER_SAMPLES = "data.subset_fraction=0.4"
-"""What they add to runs of which the page says nothing of the data."""
+"""What they add to runs for which the page names no data."""
 
 PYTHON_FILES = {path.name for top in ("hpcfl", "tests", "docs") for path in (REPOSITORY / top).rglob("*.py")}
 PROGRAMS = ("bash", "hpcfl", "mpirun", "python")

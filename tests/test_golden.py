@@ -1,4 +1,4 @@
-"""Partitions and networks give what they gave when golden.json was written.
+"""Partitions and networks give the numbers recorded in golden.json.
 
 methods/test_three_rounds.py has the methods.
 """

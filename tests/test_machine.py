@@ -1,4 +1,4 @@
-"""Memory that a process may take: the node's, and that of the groups that a job puts it in."""
+"""Memory that a process may take: the node's, and the limit of the control groups of its job."""
 
 from __future__ import annotations
 

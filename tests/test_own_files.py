@@ -1,4 +1,4 @@
-"""A method, a model, a partition and a source of the user's own, in files outside the package."""
+"""A method, a model, a partition and a source of the user, in files outside the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The job scripts without a SLURM: what a cluster seldom does is played by its programs and its launcher.
+"""Job scripts without a SLURM: simulated programs and a launcher do what a real cluster seldom does.
 
-Here the launcher ends as hpcfl would, and the programs of SLURM refuse to answer; tests/cluster/test_jobs.py
-has the real ones.
+The launcher ends as hpcfl would, and the programs of SLURM refuse to answer; tests/cluster/test_jobs.py has
+the real ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if [ -n "$saved" ]; then echo "$saved" >"$HPCFL_JOB_NOTES/saved"; fi
 exit "$code"
 """
 ANSWERS = """#!/usr/bin/env bash
-# As many calls fail as `away` says; the last word of a question chooses the answer.
+# The first calls fail, as many as in the file `away`; the last word of a question chooses the answer.
 program=${0##*/}
 echo "$program $*" >>calls
 if [ "$(wc -l <calls)" -le "$(cat away)" ]; then echo "$program: no controller" >&2; exit 1; fi
@@ -52,7 +52,7 @@ class Ended:
     calls: list[str]
     """What SLURM's programs were asked."""
     end_time: str
-    """What the last start was told of the end of its job."""
+    """The end of the job that the last start received."""
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def notes(folder: Path) -> list[str]:
         ([f"{STORAGE_ERROR} first"], STORAGE_ERROR),
         # the first cell has no memory, the others have, and it has none again
         ([f"{OUT_OF_MEMORY} first", f"{OUT_OF_MEMORY} first"], OUT_OF_MEMORY),
-        # alone, a rank without memory goes on with the others by itself
+        # a run on one rank continues with the other cells by itself
         ([f"{OUT_OF_MEMORY} -"], OUT_OF_MEMORY),
         (["137 first", "1 second", "1 second"], 1),
         (["137 first", f"{FINISHED} -"], FINISHED),

@@ -1,4 +1,4 @@
-"""What the command line answers: exit codes, one line for each mistake, and the screen a user sees."""
+"""What the command line returns and prints: exit codes, one line for each mistake, the screen of a user."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    # which would tell the configuration as well
+    # which would contain the configuration as well
     (folder / "checkpoint.h5").unlink()
     expected = "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder"
     for text in ("train: {rounds: 3\n", "- 1\n", "train: 3\n"):

@@ -1,4 +1,4 @@
-"""Completion scripts in the shells that they are for."""
+"""Completion scripts in their shells."""
 
 from __future__ import annotations
 

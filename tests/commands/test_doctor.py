@@ -1,4 +1,4 @@
-"""What `hpcfl doctor` finds on a machine, alone and as ranks, with real faults; it leaves nothing behind."""
+"""What `hpcfl doctor` finds, on one rank and on several, with real faults; it leaves no file behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ words = ["doctor", "--out", folder, "data.source=npz", "data.path=digits.npz", "
 rank = open_world().rank
 codes = [main(words)]
 print("AGAIN", flush=True)
-# what is wrong with one rank alone
+# faults of one rank only
 if rank == 2:
     os.chdir(folder)
 if rank == 1:

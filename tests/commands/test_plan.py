@@ -1,4 +1,4 @@
-"""What `hpcfl plan` says before a run: clients by classes, the network, work, and the server's memory."""
+"""What `hpcfl plan` prints before a run: clients by classes, the network, work, and the server's memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_planned_memory_is_the_memory_in_use(case: str) -> None:
     assert state_bytes(method) == held
 
 
-# What a dry run tells
+# What a dry run prints
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_equal_those_by_hand(
 
 def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.device_count():
-        pytest.skip("says what is said where there is no GPU")
+        pytest.skip("needs a machine without a GPU")
     words = ["method.name=fedavg", "data.per_client=40", "train.rounds=20000000"]
     text = printed_plan(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
     assert "of this machine, which has no GPU, as run.device=cuda wants: " in text

@@ -1,4 +1,4 @@
-"""`hpcfl watch` beside runs that go on, have been killed, or are finished."""
+"""`hpcfl watch` of runs that are running, have been killed, or are finished."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def in_progress(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """Return the folder of a run that goes on, with evaluations, and its process."""
+    """Return the folder of a run in progress, with evaluations, and its process."""
     folder = tmp_path / "a run"
     pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
     try:
@@ -146,7 +146,7 @@ def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
 def test_watch_shows_a_finished_run(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A terminal is left at once."""
+    """On a terminal it ends at once."""
     shown = figures(watched(capsys, finished))
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
     accuracy = Run(finished).metrics["accuracy_mean"][-1]

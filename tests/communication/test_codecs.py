@@ -1,4 +1,4 @@
-"""What codecs send, what arrives, what it costs, and what clients keep of it.
+"""What codecs send, what arrives, how many bytes it counts, and what clients keep.
 
 Shapes: S clients of a cohort, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 """

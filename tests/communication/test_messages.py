@@ -1,4 +1,4 @@
-"""Messages come back as they were sent, for any number of ranks and any size of blocks.
+"""Messages arrive as they were sent, for any number of ranks and any size of blocks.
 
 Shapes: N = 5 clients, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 """
@@ -61,7 +61,7 @@ def cohort_of(clients: tuple[int, ...]) -> Cohort:
 
 
 def rows(cohort: Cohort, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return rows [S, *shape] that tell client and place: 1000 * client + 1, 2, 3, ..."""
+    """Return rows [S, *shape] that identify client and position: 1000 * client + 1, 2, 3, ..."""
     numbers = torch.arange(1, 1 + int(np.prod(shape))).view(shape)
     return torch.stack([1000 * client + numbers for client in cohort.clients]).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Rows of all clients spread over the workers: worked-out sums, and the bits of one rank that has them all.
+"""Rows of all clients distributed over the workers: sums by hand, and the bits of one rank that has them all.
 
 Tests marked mpi run under any number of ranks: see test_under_mpirun.py.
 """

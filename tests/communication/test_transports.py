@@ -1,4 +1,4 @@
-"""Ranks that talk over a network, as those of several nodes do, and not by a machine's shared memory.
+"""Ranks that communicate over a network, as on several nodes, and not by shared memory.
 
 `-m nodes` runs tests of other files by `--transport`: collective tests, bits, resume, faults.
 """
@@ -25,7 +25,7 @@ WHOLE = [
 
 
 OF_MESSAGES = [path for path in COLLECTIVE if path.parent.name == "communication"]
-"""Files of collective tests that say something on two ranks."""
+"""Files of collective tests that are useful on two ranks."""
 
 
 def test_collective_tests_pass_over_ucx(mpirun_command: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values: where they come from, what they default to, and what is refused how."""
+"""Keys and values: where they come from, what they default to, and how mistakes are refused."""
 
 from __future__ import annotations
 

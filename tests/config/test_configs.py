@@ -1,6 +1,6 @@
 """The experiments under configs/: every file loads, and its clients and its methods can be made.
 
-The sets themselves are not here, so pools stand in that have their image shapes and as many labels.
+The sets themselves are not here, so they are replaced by pools with their image shapes and numbers of labels.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def pool(config: Config) -> Arrays:
 
 
 PARTITIONED: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
-"""What `dealt` has found, by the settings that it depends on."""
+"""What `partitioned` has computed, by the settings that it depends on."""
 
 
 def partitioned(config: Config) -> tuple[Arrays, list[ClientIndices]]:
@@ -330,7 +330,7 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     path_of_table = FOLDER / "tables" / f"{name}.yaml"
     table = table_of(name) if rounds is None else Table(path_of_table, rounds=int(rounds))
     lines = read_csv(path)
-    # some results are of runs that a fixed data.seed gave one partition, and say so
+    # some results are of runs with one partition, by a fixed data.seed, and state it
     sizes = [line["size"].removesuffix("; one partition for all seeds") for line in lines]
     titles = [line["title"].partition(" (shrunk")[0] for line in lines]
     assert set(zip(titles, sizes, strict=True)) == {(table.title.partition(" (shrunk")[0], table.size or "")}

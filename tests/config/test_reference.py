@@ -1,4 +1,4 @@
-"""What `hpcfl list keys` says is so."""
+"""`hpcfl list keys` is correct."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_documented_default_is_the_real_one(every_key: list[Key]) -> None:
         assert key.default is not None
         assert yaml.safe_load(key.default) == real[key.group][key.name], key
         assert key.default in (key.values or key.default), key
-        # a default in words says what null stands for
+        # a default in words explains null
         assert key.default == "null" or "default:" not in key.meaning.lower(), key
 
 

@@ -1,4 +1,4 @@
-"""LEAF's and PFLlib's files: exact values back, and what is said of files that are unfit."""
+"""LEAF's and PFLlib's files: exact values, and errors on unfit files."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_unfit_leaf_files_are_refused(content: Any, expected: str, tmp_path: Pat
 
 
 def assert_refused(read: Callable[[Path], Arrays], folder: Path, expected: str) -> None:
-    """Fail unless a folder is refused with one line that says this."""
+    """Fail unless a folder is refused with one line that contains this."""
     with pytest.raises(UserError, match=f"^data.path={folder}.*{expected}.*$"):
         read(folder)
 

@@ -1,4 +1,4 @@
-"""Who gets which samples: worked-out deals and sizes, and every refusal."""
+"""Which client gets which samples: partitions and sizes by hand, and every refusal."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_random_classes_divides_a_class_equally_among_those_who_drew_it() -> Non
     for label, owners in enumerate(owned.sum(axis=0)):
         shares = table[owned[:, label], label].tolist()
         assert shares == [(600 + 10 * label) // max(owners, 1)] * owners
-    # 30 draws of 10 classes: the numbers of owners are not dealt evenly
+    # 30 draws of 10 classes: the numbers of owners are not even
     assert len(set(owned.sum(axis=0))) > 2
     tables = [table_of("random_classes", clients=10, seed=seed) for seed in range(40)]
     assert 20 < sum((table.sum(axis=0) == 0).any() for table in tables) < 40
@@ -377,7 +377,7 @@ def test_pachinko_of_fedem_uses_every_image_of_cifar100() -> None:
 def pachinko_one_by_one(
     sizes: np.ndarray, coarse_of: list[int], clients: int, size: int, seed: int
 ) -> np.ndarray:
-    """Draw as FedEM says it: a coarse class, a fine one, a sample; remove what is exhausted, renormalise."""
+    """Draw as in FedEM: a coarse class, a fine one, a sample; remove what is exhausted, and renormalise."""
     rng = numpy_stream(seed, "partition/pachinko")
     left, num_coarse = sizes.tolist(), max(coarse_of) + 1
     table = np.zeros((clients, len(left)), dtype=int)

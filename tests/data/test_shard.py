@@ -1,4 +1,4 @@
-"""The shard: own samples only, where they lie, and normalisation by hand."""
+"""The shard: only own samples, their positions, and normalisation by hand."""
 
 from __future__ import annotations
 

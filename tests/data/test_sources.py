@@ -1,4 +1,4 @@
-"""Sources: the files torchvision expects, the user's own npz, and what is said when they are unfit."""
+"""Sources: the files torchvision expects, the user's own npz, and errors on unfit files."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     datasets = torchvision_part("datasets")
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    # an older torchvision tells only which file it was
+    # an older torchvision names only the file
     expected = r"^mnist could not be fetched into .*(refused|Error downloading train-images)"
     with pytest.raises(UserError, match=expected) as caught:
         fetch("mnist", str(tmp_path))

@@ -62,7 +62,7 @@ LAYERS = {
     "fc1": slice(4896, 7008),
     "fc2": slice(7008, 7658),
 }
-"""Where the layers of their network lie in its P numbers."""
+"""The positions of the layers of their network in its P numbers."""
 BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
 P, U, F = 7658, 2 * (16 + 32), 64
 """Trainable numbers, running statistics and features of their network."""
@@ -124,7 +124,7 @@ ALIASES = ("fedadagrad", "fedadam", "fedavg_ft", "fedavgm")
 DIFFERENT = [name for name in METHODS if name not in ALIASES]
 """Methods that have code of their own, and FedAvg with one of its servers."""
 KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
-"""Methods that differ in what is sent, kept and asked for: for tests of what no method has code for."""
+"""Methods that differ in what is sent, kept and asked for: for tests of code that all methods share."""
 
 LOCAL_SETTINGS = [
     "train.momentum=0",

@@ -89,7 +89,7 @@ def class_counts(name: str) -> list[list[int]]:
 
 def first_logits(name: str) -> list[float]:
     """Return the logits of a network with initial weights for one sample of increasing numbers or tokens."""
-    # "compare" reads this file beside commits that have no such module
+    # "compare" uses this file with commits that have no such module
     from hpcfl.samples import SampleType
 
     shape = SHAPES.get(name, (3, 32, 32))

@@ -205,7 +205,7 @@ def run_in_one_world(
 
 
 def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
-    """Start a process in the place that a stand-in passes on, and return its id."""
+    """Start a process in the place that a placeholder hands over, and return its id."""
     text, files, *_ = socket.recv_fds(place, 1 << 20, 8)
     while more := place.recv(1 << 20):
         text += more
@@ -254,7 +254,7 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
 
 
 def _end_as_one(child: int, places: dict[int, socket.socket]) -> None:
-    """End a stand-in as the rank in its place has ended, and the rank if its stand-in is gone."""
+    """End a placeholder with the exit code of its rank, and the rank if its placeholder is gone."""
     place, looks = places[child], select.poll()
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended:

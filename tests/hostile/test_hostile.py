@@ -1,4 +1,4 @@
-"""Files of strangers: read or refused with one line, whatever is in them, and none of their code is run.
+"""Files from strangers are read or refused with one line, whatever they contain; their code is never run.
 
 A run folder and its checkpoint, npz, LEAF, PFLlib, configurations and table files.
 """
@@ -94,7 +94,7 @@ def npz_reader(folder: Path) -> Read:
         members, name = dict(MEMBERS), draw.choice(list(MEMBERS))
         kind = draw.randrange(3)
         if kind == 1:
-            # the checksum is right for what is damaged
+            # the checksum is that of the damaged bytes
             members[name] = damaged_bytes(members[name], draw)
         elif kind == 2:
             members[draw.choice(("x", "../x.npy", "x.npy", "y.npy.npy"))] = members.pop(name)
@@ -150,7 +150,7 @@ def image_reader(folder: Path) -> Read:
 
     def read(draw: random.Random) -> object:
         whole = wholes[draw.choice(("png", "jpg"))]
-        # the kind is told by the content
+        # the content determines the kind
         (folder / "a" / "b" / "0.png").write_bytes(damaged_bytes(whole, draw))
         return read_domains(str(folder), None, 8)
 
@@ -389,7 +389,7 @@ def test_an_impossible_file_name_is_refused(source: str, capsys: pytest.CaptureF
     assert line.startswith("hpcfl: error: ")
 
 
-# Checkpoints, whose SHA-256 is right for what is wrong in them
+# Checkpoints with wrong content, whose SHA-256 is correct
 
 
 Change = Callable[[h5py.File], object]
@@ -446,7 +446,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         ),
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
-        # this text stands in the source of an exported model, which is run to try it
+        # this text is in the source of an exported model, which is run to test it
         (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/loss", data=np.zeros((9, 3))), "other evaluations than the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
@@ -515,7 +515,7 @@ def test_a_checkpoint_with_numbers_outside_the_file_is_refused(copied: Path) -> 
     with h5py.File(path, locking=False) as file:
         place = (file["server/theta"].id.get_offset() - 512).to_bytes(8, "little")
     whole = path.read_bytes()
-    # the address of contiguous numbers stands in the file once
+    # the file contains the address of contiguous numbers once
     assert whole.count(place) == 1
     path.write_bytes(whole.replace(place, (2**45).to_bytes(8, "little")))
     sign(path)
@@ -540,7 +540,7 @@ class Own(FedAvg):
 
 @pytest.fixture
 def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forgotten: None) -> Path:
-    """Return a run folder that brings the Python file that it says it was made with, unknown here."""
+    """Return a run folder that contains the Python file it names as its own code, unknown here."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     (tmp_path / "own.py").write_text(METHOD)

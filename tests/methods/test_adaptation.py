@@ -149,7 +149,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_with_its_step_size() -> N
 
 
 @dataclass
-class SlowTwin:
+class Reference:
     """FedALA with autograd through the combined model; local training is `ClientGroup.sgd`."""
 
     run: Run
@@ -231,23 +231,23 @@ ENDLESS = ("method.threshold=0", "method.most_passes=3", "method.weights_lr=20",
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fedala_equal_a_plain_implementation(keys: tuple[str, ...], fewest: int, most: int) -> None:
     run = Run(FEDALA, "train.rounds=4", "train.lr=0.2", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(4):
-        twin.round(number)
-    learning = [[passes for passes in of_client if passes] for of_client in twin.passes]
+        reference.round(number)
+    learning = [[passes for passes in of_client if passes] for of_client in reference.passes]
     first = {passes[0] for passes in learning}
     assert fewest <= min(first) <= max(first) <= most
     assert (len(first) > 1) == (fewest < most)
     assert all(later == [1] * len(later) for _, *later in learning)
-    assert_close(run.clients["weights"], twin.weights)
-    assert_close(run.clients["theta"], twin.own)
-    assert_close(run.server["theta"], twin.shared)
-    assert run.clients["stage"].tolist() == twin.stage
+    assert_close(run.clients["weights"], reference.weights)
+    assert_close(run.clients["theta"], reference.own)
+    assert_close(run.server["theta"], reference.shared)
+    assert run.clients["stage"].tolist() == reference.stage
     if BUFFERS in run.server:
-        assert_close(run.server[BUFFERS], twin.statistics)
-    hats = torch.stack([twin.combined(client, twin.learn(client, 4)[0]) for client in range(4)])
+        assert_close(run.server[BUFFERS], reference.statistics)
+    hats = torch.stack([reference.combined(client, reference.learn(client, 4)[0]) for client in range(4)])
     assert_close(run.evaluated()["theta"], hats)
-    rounds = torch.tensor([[len(passes)] * 2 for passes in twin.passes])
+    rounds = torch.tensor([[len(passes)] * 2 for passes in reference.passes])
     assert torch.equal(run.bytes_by_client, 8 * run.method.layout.size * rounds)
     assert (run.clients["weights"] - 1).abs().max() > 0.01
 

@@ -1,4 +1,4 @@
-"""FedProx, FedNTD, FedLC, SCAFFOLD and MOON: FedAvg whose clients are kept from drifting apart."""
+"""FedProx, FedNTD, FedLC, SCAFFOLD and MOON: FedAvg with less drift of its clients."""
 
 from __future__ import annotations
 

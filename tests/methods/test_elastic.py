@@ -91,7 +91,7 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
 
 
 def test_measuring_sensitivity_does_not_change_training() -> None:
-    """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
+    """Clients send the models and running statistics of FedAvg, to the bit, and Omega."""
     sent = []
     for name in ("elastic", "fedavg"):
         run = Run(*SOME, *SLIPPERY, "train.rounds=1", f"method.name={name}")

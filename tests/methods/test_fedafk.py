@@ -1,4 +1,4 @@
-"""FedAFK: invariants, numbers worked out, and a slow twin of its round."""
+"""FedAFK: invariants, numbers worked out, and a plain implementation of its round."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, s
 # The round, one client at a time
 
 
-class SlowTwin:
+class Reference:
     """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
 
     def __init__(self, run: Run) -> None:
@@ -192,13 +192,13 @@ class SlowTwin:
 @pytest.mark.usefixtures("double")
 def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(OURS, "train.rounds=2", "method.coefficient_lr=0.5", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    shared = parameters_to_vector(twin.shared.parameters()).detach()
+        reference.round(number)
+    shared = parameters_to_vector(reference.shared.parameters()).detach()
     assert_close(run.server["theta"], shared)
-    assert_close(run.evaluated(), models_of(run, twin.local))
-    assert_close(run.clients["coefficient"], torch.stack(twin.coefficient))
+    assert_close(run.evaluated(), models_of(run, reference.local))
+    assert_close(run.clients["coefficient"], torch.stack(reference.coefficient))
     if run.config.method.options.mixing:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
 

@@ -154,7 +154,7 @@ def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None
     sent = MethodAdapter(method).download(server, everyone)["theta"]
     shares = method.attention(models, everyone.clients, server["is_known"] == 1)
     assert_close(sent, shares @ models, atol=1e-6)
-    # clients 2 and 3 stand at the same point, and yet nobody but themselves listens to them
+    # clients 2 and 3 have the same model, but no other client uses it
     assert (shares[:, 2:] > 0).tolist() == [[False, False]] * 2 + [[True, False], [False, True]]
     assert (shares[:, :2] > 0).all()
 
@@ -247,7 +247,7 @@ def test_combined_models_equal_those_by_hand() -> None:
     method = method_of(FedFomo, models=2)
     candidates = torch.tensor([[[1.0, 0.0], [0.0, 8.0], [4.0, 4.0]]]).expand(4, -1, -1)
     weights = torch.tensor([[1.0, -5.0, 3.0], [0.0, 2.0, 0.0], [-1.0, -2.0, 0.0], [0.0, 0.0, 0.0]])
-    # the last two have no positive weight and go on from their own model
+    # the last two have no positive weight and continue from their own model
     expected = [[3.25, 3.0], [0.0, 8.0], [1.0, 0.0], [1.0, 0.0]]
     assert method.combined(candidates, weights).tolist() == expected
     # a model without a weight may be no numbers

@@ -1,4 +1,4 @@
-"""FedCAC: critical numbers, who collaborates, and rounds by hand."""
+"""FedCAC: critical weights, collaborators, and rounds by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_overlaps_and_collaborators_equal_those_by_hand() -> None:
 
 
 def test_clients_with_equal_overlaps_and_single_clients_collaborate() -> None:
-    """All overlaps are equal, at any time: rounding of their mean parts nobody."""
+    """All overlaps are equal, at any time: rounding of their mean separates no clients."""
     third = torch.full((5, 5), 1 / 3, dtype=torch.float64)
     assert all(collaborators(third, progress).all() for progress in (0.0, 0.3, 1.0, 7.0))
     assert collaborators(torch.ones(1, 1), 3.0).tolist() == [[True]]

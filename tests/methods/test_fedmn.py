@@ -254,7 +254,7 @@ def test_a_step_with_dropout_equals_plain_autograd(double: None) -> None:
     gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
     expected = start["theta"] - run.config.train.lr * torch.cat([g.reshape(-1) for g in gradients])
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
-    # all paths are open whatever the router says
+    # all paths are open, independent of the router
     assert torch.equal(piece(run.method, trained, "router"), piece(run.method, start["theta"], "router"))
 
 

@@ -1,4 +1,4 @@
-"""GPFL and FedCP, whose clients have a head of their own and a module that goes by their data.
+"""GPFL and FedCP, whose clients have their own head and a module that depends on their data.
 
 Against rounds with torch's own modules and optimiser.
 """

@@ -1,4 +1,4 @@
-"""kNN-Per: its neighbours worked out by hand, what it is for extreme values, and how clients weigh them."""
+"""kNN-Per: neighbours by hand, extreme values of its keys, and how clients choose its weight."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
             losses.append(-chosen.log().mean().item())
         run.method.params = run.method.params.model_copy(update={"weight": None})
         assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
-        # test samples, and training samples' order, have no say
+        # test samples and the order of training samples have no effect
         run.workplace.shard.samples("test", client)[0].neg_()
     assert torch.equal(run.evaluated()["weight"], weights)
     assert len(weights.unique()) > 1

@@ -1,6 +1,6 @@
 """What every method scores, and that both engines train it alike.
 
-A method is under test by being in METHODS; what is expected of it stands in the table SCORED below, and in
+A method is under test by being in METHODS; what is expected of it is in the table SCORED below, and in
 those of test_three_rounds.py.
 
 Shapes: N clients, P trainable numbers, U running statistics, L layers, K classes.
@@ -265,7 +265,7 @@ def mixed_branches(run: Run) -> State:
 
 
 def with_neighbours(run: Run) -> State:
-    """Store the features of the newest model, and weigh three neighbours by what they say of one another."""
+    """Store the features of the newest model, and choose the weight of three neighbours on the stored samples."""
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
     most = int(run.method.context.num_samples.max())
     store = torch.full((N, most, network.num_features), torch.inf)
@@ -362,7 +362,7 @@ SCORE_THEIR_OWN = (
     *("fedcac", "ditto", "apfl", "fedphp", "fedafk"),
 )
 SCORED_ELSEWHERE = ("fedala",)
-"""Methods whose twin, in their own file, also works out what is scored."""
+"""Methods whose plain implementation, in their own test file, also computes what is scored."""
 SCORED: dict[str, Callable[[Run], State]] = {
     **dict.fromkeys(SCORE_THE_SHARED, the_same_for_all),
     **dict.fromkeys(SCORE_THEIR_OWN, own),
@@ -522,7 +522,7 @@ ALPHA = Diagnostic("alpha", ("client",), "", "")
 
 
 class Careless(FedAvg):
-    """Evaluates models of each client's own, and says nothing else about it."""
+    """Evaluates each client's own model, and declares nothing else."""
 
     name = "careless"
 
@@ -566,7 +566,7 @@ def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, exp
 
 
 class Moody(FedAvg):
-    """Sends a tensor of its own."""
+    """Sends its own tensor."""
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         mood = Message(per_client={"mood": torch.zeros(len(clients), 2)}, num_clients=len(clients))
@@ -592,7 +592,7 @@ def test_scoring_an_upload_does_not_change_it() -> None:
 
 
 class Without(FedAvg):
-    """Says that there is no model right after the download, though the one that is scored is there."""
+    """Declares no model after the download, although it scores that one."""
 
     name = "without"
 

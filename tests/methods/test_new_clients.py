@@ -1,4 +1,4 @@
-"""What a client that took no part in training learns, and what stays as it is.
+"""What a client that took no part in training learns, and what does not change.
 
 Shapes: U such clients, N others, P trainable numbers, L layers.
 """
@@ -123,7 +123,7 @@ def test_a_new_client_of_fedem_learns_the_mixture_by_em() -> None:
 
 @pytest.mark.parametrize("method", ["pfedla", "heurpfedla"])
 def test_a_new_client_of_pfedla_mixes_the_models_of_the_others(method: str) -> None:
-    """The twin trains the mixture for an epoch, and puts Delta into eq. 10 by autograd."""
+    """The reference trains the mixture for an epoch, and computes eq. 10 of Delta by autograd."""
     run = finished(f"method.name={method}")
     models, layers = run.server["theta"], run.method.layers
     outputs, buffers, largest = torch.zeros(len(layers), N), run.method.buffers.initial(), 0.0

@@ -161,7 +161,7 @@ def loaded(module: nn.Module, flat: Tensor) -> nn.Module:
     return module
 
 
-class FedRoDTwin:
+class FedRoDReference:
     """FedRoD with torch's SGD and modules of their own for g, p_i and H."""
 
     def __init__(self, run: Run) -> None:
@@ -229,16 +229,16 @@ class FedRoDTwin:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fedrod_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=fedrod", *keys)
-    twin = FedRoDTwin(run)
+    reference = FedRoDReference(run)
     for number in range(run.config.train.rounds):
-        twin.round(number)
-    server = {"theta": twin.theta, "buffers": twin.buffers}
-    clients = {"head": torch.stack(twin.heads)} if twin.psi is None else {}
-    server |= {} if twin.psi is None else {"hypernetwork": twin.psi}
+        reference.round(number)
+    server = {"theta": reference.theta, "buffers": reference.buffers}
+    clients = {"head": torch.stack(reference.heads)} if reference.psi is None else {}
+    server |= {} if reference.psi is None else {"hypernetwork": reference.psi}
     assert_close((run.server, run.clients), (server, clients))
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        assert_close(predicted(run, client, x), twin.probabilities(client, x))
+        assert_close(predicted(run, client, x), reference.probabilities(client, x))
 
 
 def test_a_class_without_samples_does_not_change_its_generic_weights_and_all_stays_finite() -> None:

@@ -1,6 +1,6 @@
 """Methods whose clients keep a model of their own: Ditto, APFL, pFedMe and FedPHP.
 
-Twins in plain torch go through whole rounds in float64.
+Plain torch implementations run whole rounds in float64.
 """
 
 from __future__ import annotations

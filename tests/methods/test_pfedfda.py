@@ -141,7 +141,7 @@ def test_the_first_gaussians_stay_if_clients_have_no_weight() -> None:
 
 @pytest.mark.usefixtures("double")
 def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
-    """Client 0 has class 0 alone, and sends all other means as they came."""
+    """Client 0 has only class 0, and returns all other means unchanged."""
     run = Run(PFEDFDA, "data.partition.name=iid", "train.rounds=1", "method.beta=1")
     give_one_class_each(run)
     up, clients = work(run, 0, 1)

@@ -1,4 +1,4 @@
-"""pFedLA and HeurpFedLA: invariants, and a slow twin of Algorithm 1."""
+"""pFedLA and HeurpFedLA: invariants, and a plain implementation of Algorithm 1."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def normalised(outputs: Tensor, weights: str) -> Tensor:
     return outputs.relu() / outputs.relu().sum(dim=-1, keepdim=True)
 
 
-class SlowTwin:
+class Reference:
     """pFedLA with a torch module a client and autograd through the mixed models; running statistics local.
 
     All clients retain the layers `kept`.
@@ -285,15 +285,15 @@ def test_rounds_equal_a_plain_implementation_with_one_module_for_each_client(
     keys: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     run = Run(*DIVERSE, *keys, kind=retaining(*kept) if kept else None)
-    twin = SlowTwin(run, kept)
+    reference = Reference(run, kept)
     for number in range(run.config.train.rounds):
-        twin.round(number)
-    assert_close(run.server["theta"], twin.theta)
+        reference.round(number)
+    assert_close(run.server["theta"], reference.theta)
     for name, tensor in hypernetworks(run.server).items():
-        rows = [h.tensors(run.method.hypernetworks)[name] for h in twin.hypernetworks]
+        rows = [h.tensors(run.method.hypernetworks)[name] for h in reference.hypernetworks]
         assert_close(tensor, torch.stack(rows))
-    mixed = torch.stack([twin.mixture(client).detach() for client in range(run.num_clients)])
-    expected = {"theta": mixed, "buffers": twin.buffers}
+    mixed = torch.stack([reference.mixture(client).detach() for client in range(run.num_clients)])
+    expected = {"theta": mixed, "buffers": reference.buffers}
     assert_close(run.evaluated(), expected)
     start = run.driver.initial_server()
     assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
@@ -370,7 +370,7 @@ def test_heurpfedla_retains_the_fully_connected_layers_unless_adam_removes_the_s
     )
     by_layer = run.server["retained_rounds"].sum(dim=0)
     assert [layer.name for layer in run.method.layers] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]
-    # of two rounds no weight tells layers apart; Adam's may later
+    # in the first two rounds no weight distinguishes layers; with Adam it may later
     assert 8 * 5 < by_layer.sum() <= 8 * 6
     # a uniform choice would give these two of six layers a third
     assert least <= float(by_layer[-2:].sum() / by_layer.sum()) <= most

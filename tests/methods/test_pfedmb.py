@@ -1,4 +1,4 @@
-"""pFedMB: invariants, numbers worked out, and a slow twin of Algorithm 1."""
+"""pFedMB: invariants, numbers worked out, and a plain implementation of Algorithm 1."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def nearest_on_simplex(point: Tensor) -> Tensor:
     return best
 
 
-class SlowTwin:
+class Reference:
     """pFedMB with torch's SGD and autograd through the sum over branches; no BatchNorm."""
 
     def __init__(self, run: Run) -> None:
@@ -163,13 +163,13 @@ WEIGHTS_ALONE = ("train.finetune_epochs=1", "method.finetune=weights")
 @pytest.mark.usefixtures("double")
 def test_rounds_equal_a_plain_implementation_with_autograd_through_the_sum(keys: tuple[str, ...]) -> None:
     run = Run(OURS, "method.branches=3", "train.rounds=2", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    assert_close(run.server["branches"], twin.branches)
-    kept = torch.stack(twin.kept)
+        reference.round(number)
+    assert_close(run.server["branches"], reference.branches)
+    kept = torch.stack(reference.kept)
     assert_close(run.clients[run.method.kept], kept)
-    mixed = torch.stack([twin.evaluated(client) for client in range(4)])
+    mixed = torch.stack([reference.evaluated(client) for client in range(4)])
     assert_close(run.evaluated()["theta"], mixed)
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 

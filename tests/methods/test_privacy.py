@@ -182,7 +182,7 @@ def test_an_empty_mini_batch_adds_only_noise() -> None:
 def test_every_method_is_private_or_refuses_privacy(
     method: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what is averaged is sent (client), and nobody trains by an unprotected gradient (sample)."""
+    """Only what is averaged is sent (client), and no client trains with an unprotected gradient (sample)."""
     keys = [*method_settings(method), *PLAIN, *UNITS[unit], "train.rounds=2", "train.finetune_epochs=0"]
     keys += ["data.per_client=12", "train.batch_size=8"]
     if unit not in METHODS[method].privacy_units:

@@ -124,7 +124,7 @@ def test_distances_to_prototypes_equal_those_by_hand() -> None:
 
 
 def test_a_class_that_no_client_has_keeps_its_prototype() -> None:
-    """Clients with 1 and 3 samples hold the first class, one client the second, and nobody the third."""
+    """Clients with 1 and 3 samples hold the first class, one client the second, and no client the third."""
     server = {
         "prototypes": torch.tensor([[9.0, 9.0], [9.0, 9.0], [7.0, 8.0]]),
         "is_known": torch.tensor([1, 0, 0], dtype=torch.uint8),
@@ -392,7 +392,7 @@ def test_weights_are_the_minimum_over_all_faces_of_the_simplex(noise: float) -> 
 
 @pytest.mark.usefixtures("double")
 def test_weights_without_noise_for_equal_clients_and_for_one_client() -> None:
-    """Without noise, clients that differ learn from nobody; equal ones share by 1 / V; one has itself."""
+    """Without noise, different clients have weight 1 on themselves; equal ones weights by 1 / V."""
     h = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(6))
     torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)
     noise = torch.tensor([1.0, 2.0, 4.0, 4.0])

@@ -405,7 +405,7 @@ def test_clustered_fl_finds_three_planted_groups(tmp_path: Path) -> None:
 # FedEM
 
 
-class SlowTwin:
+class Reference:
     """FedEM with a plain torch network and torch's SGD."""
 
     def __init__(self, run: Run) -> None:
@@ -452,11 +452,11 @@ class SlowTwin:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fedem_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*keys, FEDEM, "method.components=2", "train.rounds=2", "train.lr=0.1")
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    found = (run.server["theta"], run.server.get(BUFFERS, twin.statistics), run.clients["weights"])
-    expected = (twin.theta, twin.statistics, torch.stack(twin.weights))
+        reference.round(number)
+    found = (run.server["theta"], run.server.get(BUFFERS, reference.statistics), run.clients["weights"])
+    expected = (reference.theta, reference.statistics, torch.stack(reference.weights))
     assert_close(found, expected)
 
 

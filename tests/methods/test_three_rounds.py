@@ -1,6 +1,6 @@
 """Three rounds of every method: golden numbers, what it sends and keeps, what its saved models predict.
 
-A method is under test by being in METHODS; what is expected of it stands in `golden.json`, written by
+A method is under test by being in METHODS; what is expected of it is in `golden.json`, written by
 helpers/golden.py, and in the tables TRAFFIC and STATE below.
 
 Shapes: N clients, P trainable numbers, U running statistics, F features, L layers, K classes.
@@ -268,7 +268,7 @@ def of_generator(outputs: int) -> dict[str, tuple[int, ...]]:
 
 MODEL_ALONE = (
     *("fedavg", "fedavg_ft", "fedprox", "per_fedavg", "fednova", "elastic", "fedntd", "knn_per"),
-    # h_0 stands in theta, which is where it began
+    # h_0 is the initial theta
     "fedbabu",
     # class counts follow from the data
     "fedlc",

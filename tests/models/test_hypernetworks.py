@@ -1,4 +1,4 @@
-"""Stacked hypernetworks against one torch module a client, and their step against torch's optimisers."""
+"""Stacked hypernetworks against one torch module per client, and their step against torch's optimisers."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def test_low_rank_outputs_and_gradients_equal_those_of_the_full_heads(rows: list
 
     outputs = LOW_RANK.outputs(of(found), rows)
     full = with_full_heads(expected)
-    twin = SMALL.outputs({name: tensor[rows] for name, tensor in full.items()})
-    torch.testing.assert_close(outputs, twin, rtol=1e-12, atol=1e-14)
-    for raw in (outputs, twin):
+    reference = SMALL.outputs({name: tensor[rows] for name, tensor in full.items()})
+    torch.testing.assert_close(outputs, reference, rtol=1e-12, atol=1e-14)
+    for raw in (outputs, reference):
         (raw.softmax(dim=-1) * products).sum().backward()
     for name in state:
         ours, theirs = found[name].grad, expected[name].grad
@@ -163,17 +163,19 @@ def test_low_rank_outputs_and_gradients_equal_those_of_the_full_heads(rows: list
 def test_steps_of_codes_equal_torch_s_optimiser_for_each_layer(optimiser: str) -> None:
     state = {"codes": low_rank_state(0)["codes"]}
     moments = initial_moments(state, optimiser)
-    twins = [torch.nn.Parameter(layer.clone()) for layer in state["codes"][0]]
+    references = [torch.nn.Parameter(layer.clone()) for layer in state["codes"][0]]
     kind = torch.optim.Adam if optimiser == "adam" else torch.optim.SGD
-    optimisers = [kind([twin], lr=0.01) for twin in twins]
+    optimisers = [kind([reference], lr=0.01) for reference in references]
     stream = torch.Generator().manual_seed(1)
     for frozen in ([False] * 3, [True, False, False], [True] * 3, [False, True, False]):
         gradient = torch.randn(1, 3, 4, 2, dtype=torch.float64, generator=stream)
         descend(state, moments, {"codes": gradient}, [0], optimiser, 0.01, torch.tensor([frozen]))
         for layer, is_frozen in enumerate(frozen):
             if not is_frozen:
-                twins[layer].grad = gradient[0, layer].clone()
+                references[layer].grad = gradient[0, layer].clone()
                 optimisers[layer].step()
-    torch.testing.assert_close(state["codes"][0], torch.stack([t.detach() for t in twins]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        state["codes"][0], torch.stack([t.detach() for t in references]), rtol=1e-9, atol=0
+    )
     if optimiser == "adam":
         assert moments["heads.steps"].tolist() == [[2, 2, 3]]

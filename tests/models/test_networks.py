@@ -1,4 +1,4 @@
-"""The papers' networks: parameter counts, initial weights, and what torchvision's own are like."""
+"""The papers' networks: parameter counts, initial weights, and comparison with torchvision's."""
 
 from __future__ import annotations
 
@@ -267,25 +267,27 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
 def test_an_lstm_returns_the_output_of_the_last_step() -> None:
     network = network_of("lstm", TEXT)
     x = drawn(TEXT, 3)
-    twin = nn.LSTM(8, 256, 2, batch_first=True)
-    twin.load_state_dict(network.body.lstm.state_dict())
-    last = twin(network.body.embedding(x))[0][:, -1]
+    reference = nn.LSTM(8, 256, 2, batch_first=True)
+    reference.load_state_dict(network.body.lstm.state_dict())
+    last = reference(network.body.embedding(x))[0][:, -1]
     assert torch.equal(network(x), network.head(last))
 
 
 def test_blocks_of_the_transformer_equal_torch_s() -> None:
     block = network_of("transformer", TEXT).body.block1.double()
     width = 64
-    twin = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True).double()
+    reference = nn.TransformerEncoderLayer(
+        width, 4, 4 * width, 0.0, batch_first=True, norm_first=True
+    ).double()
     projections = [block.query, block.key, block.value]
     with torch.no_grad():
-        twin.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
-        twin.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
+        reference.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
+        reference.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
     ours = {"self_attn.out_proj": block.out, "linear1": block.fc1, "linear2": block.fc2}
     for name, layer in (ours | {"norm1": block.norm1, "norm2": block.norm2}).items():
-        twin.get_submodule(name).load_state_dict(layer.state_dict())
+        reference.get_submodule(name).load_state_dict(layer.state_dict())
     x = torch.randn(3, 20, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(block(x), twin(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(block(x), reference(x), rtol=0, atol=1e-12)
 
 
 def test_a_transformer_depends_on_the_order_of_tokens_and_a_textcnn_on_their_neighbours() -> None:
@@ -297,12 +299,12 @@ def test_a_transformer_depends_on_the_order_of_tokens_and_a_textcnn_on_their_nei
 
 def test_vit_equals_torchvision_s() -> None:
     network = network_of("vit", CIFAR).eval()
-    twin = torchvision_part("models").VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=10).eval()
+    reference = torchvision_part("models").VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=10).eval()
     state = {name.removeprefix("body.vit.0."): t for name, t in network.state_dict().items()}
     state |= {f"heads.{name}": state.pop(f"head.{name}") for name in ("head.weight", "head.bias")}
-    twin.load_state_dict(state)
+    reference.load_state_dict(state)
     x = drawn(SampleType(CIFAR), 2)
-    torch.testing.assert_close(network(x), twin(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(network(x), reference(x), rtol=0, atol=1e-5)
 
 
 # torchvision's networks

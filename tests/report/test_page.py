@@ -1,4 +1,4 @@
-"""The page in a browser: it draws everything, asks no network, and is small, whatever the run."""
+"""The page in a browser: it draws everything, makes no network requests, and is small for any run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_colours_are_light_or_dark_by_preference_and_by_button(page: Page) -> No
     page.locator("#theme").press("Enter")
     assert looks() == light
     page.emulate_media(color_scheme="dark")
-    # the browser tells of it with its next frame
+    # the browser reports it with its next frame
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert looks() == dark
     assert light[0] != dark[0]

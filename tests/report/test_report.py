@@ -1,4 +1,4 @@
-"""What the page says, which runs it takes, and what it refuses."""
+"""What the page shows, which runs it accepts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
     remarks = headline(run, "remark")
     assert remarks["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
     assert "Worst tenth" not in remarks
-    # beside a run that has it the column stands
+    # with a run that has it, the column is shown
     other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
     both = [headline(run, "text") for run in reported(tmp_path / "both.html", folder, other)["runs"]]
     assert [one["Worst tenth"] for one in both] == ["none", "54.00 %"]
@@ -121,7 +121,7 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     # a quantile over the four
     assert run["bands"]["accuracy"][1][-1] == pytest.approx(np.quantile(seen[-1], 0.25), abs=1e-4)
 
-    # the same from the checkpoint, while it goes on; and beside a run without such clients
+    # the same from the checkpoint of an unfinished run, and with a run without such clients
     (folder / "clients.csv").unlink()
     other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
     going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
@@ -293,7 +293,7 @@ def test_values_are_coded_as_bytes_between_the_bounds() -> None:
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
     assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
     assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
-    # a declared bound holds unless values lie beyond it
+    # a declared bound holds unless values are beyond it
     wide = Diagnostic("a", ("client",), "", "", low=-2, high=1)
     (packed,) = packed_pictures([Recorded(wide, values, rounds)], 100)
     assert (packed["low"], packed["high"]) == (-2, 2)

@@ -1,4 +1,4 @@
-"""Two runs beside each other: differences worked out by hand, and runs that cannot be compared."""
+"""Comparison of runs: differences worked out by hand, and runs that cannot be compared."""
 
 from __future__ import annotations
 

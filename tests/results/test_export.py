@@ -1,4 +1,4 @@
-"""What is taken out of a run works without hpcfl and says what the run said, to the sample."""
+"""Exported models work without hpcfl, and predict every sample as the run did."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_method_with_its_own_prediction_rule_is_exported(
     assert weights.keys() >= {"theta.body.conv1.weight", "buffers.body.bn1.running_mean", "sharpness"}
 
 
-OWN_MODEL = '''"""A network with a layer of its own."""
+OWN_MODEL = '''"""A network with its own layer."""
 
 import math
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""How a run is going, as its folder tells it."""
+"""The status of a run, read from its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits for any number of ranks, any size of block, any rhythm of evaluations, and with a stop."""
+"""The same bits for any number of ranks, any size of block, any schedule of evaluations, and with a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics at the end of a run: whose they are, and only if asked for. All methods are in test_bits.py."""
+"""Metrics at the end of a run: of which model, and only on request. All methods are in test_bits.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients as they are: sampled by size or loss, lost on the way, slow, with unequal work (`clients.*`)."""
+"""Realistic clients: sampled by size or loss, lost in a round, slow, with unequal work (`clients.*`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a model is copied on its way from the server's state to a client's training and back."""
+"""How often a model is copied between the state of the server and the training of a client."""
 
 from __future__ import annotations
 

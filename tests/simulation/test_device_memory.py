@@ -1,4 +1,4 @@
-"""What is planned for a device's free memory, and a device that has too little of it."""
+"""Plans for the free memory of a device, and a device with too little memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_samples_that_do_not_fit_into_gpu_memory_are_refused(
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that says how many bytes of the GPU are free."""
+    """Return a function that sets how many bytes of the GPU are free."""
 
     def set_free(num_bytes: int) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (num_bytes, 2 * num_bytes))

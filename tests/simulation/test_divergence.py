@@ -1,4 +1,4 @@
-"""Clients whose numbers become nan or infinite: named, counted, and stopped at, left out, or gone on with."""
+"""Clients whose numbers become nan or infinite are named; a run stops, leaves them out, or continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.usefixtures("own_code_forgotten"), pytest.mark.warns]
 
 SKIP = "run.on_divergence=skip"
 
-POISONED = '''"""A method of which some clients send and keep in some rounds what is no number."""
+POISONED = '''"""A method with which some clients send and keep nan in some rounds."""
 
 import torch
 
@@ -360,7 +360,7 @@ POISONED_RUNS = {"fedavg": ["comm.codec=topk"], "heurpfedla": ["method.server=sh
 def test_ranks_and_a_resume_give_the_same_bits(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
-    """Runs that one rank begins and three finish, with members of the cohort away from home."""
+    """Runs that one rank begins and three finish, with members of the cohort moved to other workers."""
     who = {0: (1,), 1: (2, 5), 2: (0, 1, 2, 3, 4, 5, 6), 3: (6, 1)}
     runs, few = {}, ["train.participation=0.6", "train.rounds=4", "run.eval_every=2", SKIP]
     for method, more in POISONED_RUNS.items():

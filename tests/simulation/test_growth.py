@@ -1,4 +1,4 @@
-"""What a run keeps of each round: the rows of its ledger, and nothing else."""
+"""A run keeps of each round the rows of its ledger, and nothing else in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a large federation needs of memory: the server a few cohorts of models, a worker its own samples."""
+"""Memory of a large federation: the server needs a few cohorts of models, a worker its own samples."""
 
 from __future__ import annotations
 

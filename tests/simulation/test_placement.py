@@ -1,4 +1,4 @@
-"""Clients of a round on less busy workers than their own: how long workers wait, and that nothing is lost."""
+"""Clients of a round are moved to less busy workers: how long workers wait, and that no state is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A run that is stopped, killed or prolonged ends with the bits of an uninterrupted one.
 
-That every method goes on is a test of test_bits.py; damaged checkpoints are those of storage/test_faults.py.
+test_bits.py tests that every method is resumed; damaged checkpoints are those of storage/test_faults.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def short(method: str) -> list[str]:
 def test_a_run_killed_and_then_stopped_or_prolonged_has_the_same_bits(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
-    """It goes on from either boundary of its rounds.
+    """It resumes from either boundary of its rounds.
 
     SIGKILL comes while the last member of a cohort trains, after a checkpoint like those of stops. The last
     boundary is the end of a shorter run, where a method can be prolonged.
@@ -95,7 +95,7 @@ def test_a_run_killed_and_then_stopped_or_prolonged_has_the_same_bits(
 def test_two_copies_of_the_server_state_never_exist_at_once(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run begins with is looked at once more where it goes on; a machine may have room for one."""
+    """A resumed run checks the initial state again; a machine may have memory for one copy only."""
     initial, load = MethodAdapter.initial_server, LoadedCheckpoint.server.func
     made: list[weakref.ref[Tensor]] = []
     loads = []

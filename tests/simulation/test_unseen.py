@@ -56,7 +56,7 @@ def by_hooks() -> list[str]:
 
 
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
-"""Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
+"""Methods whose unseen clients estimate their own running statistics with `train.buffers=local`."""
 OTHER_BUFFERS = ["pfedla-mixed", "heurpfedla-mixed", "lg_fedavg-average"]
 ROUNDS = 2
 

@@ -68,7 +68,7 @@ class Look:
     round: int
     rank: int
     rss_mib: float
-    """All memory, pages of libraries included, which the kernel takes away where memory is short."""
+    """All memory, pages of libraries included, which the kernel frees if memory is short."""
     anonymous_mib: float
     """Memory without a file behind it: what the process has allocated."""
     highest_rss_mib: float
@@ -78,7 +78,7 @@ class Look:
 
 
 class Launch:
-    """A start of a run under mpirun, and what was seen of its ranks while it went on."""
+    """A start of a run under mpirun, and what was observed of its ranks meanwhile."""
 
     def __init__(self, command: Sequence[str], ranks: int, folder: Path) -> None:
         self.num_ranks, self._metrics = ranks, folder / "metrics.csv"
@@ -195,7 +195,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(base: Path, mpirun_command: list[str]) -> Start:
-    """Return a context manager that starts the run in a folder of a name, or goes on with it."""
+    """Return a context manager that starts or resumes the run in a folder of a name."""
     write_digits(base / "digits.npz")
     python = [sys.executable, "-m", "hpcfl.main", "--quiet", *SETTINGS, f"data.path={base / 'digits.npz'}"]
 
@@ -220,7 +220,7 @@ def uninterrupted(base: Path, start: Start) -> LongRun:
 
 
 def keep(name: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write what was measured where HPCFL_SOAK_RESULTS says."""
+    """Write what was measured to the folder HPCFL_SOAK_RESULTS."""
     folder = os.environ.get("HPCFL_SOAK_RESULTS")
     if folder:
         write_csv(REPOSITORY / folder / f"{name}.csv", rows)

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, and no damage to a file goes unnoticed."""
+"""Checkpoints are read back bit for bit, and every damage to a file is detected."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_bytes_that_a_bad_disk_changes_are_not_accepted(
 
 
 def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
-    """Go on for a round; die just before the n-th time that a file is opened, renamed or removed."""
+    """Run one more round; die just before the n-th time that a file is opened, renamed or removed."""
     store = CheckpointStore(folder)
     loaded = store.load()
     assert loaded is not None

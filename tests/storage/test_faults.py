@@ -1,6 +1,7 @@
 """Disks that are full or fail, folders that vanish, files that are cut or come from elsewhere.
 
-Each test tells what a user reads, what is kept, and that the same command goes on to uninterrupted bits.
+Each test checks the message, what is kept, and that the same command resumes the run, which ends with the
+bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def copied(unfinished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def resume(settings: list[str], uninterrupted: Path) -> Resume:
-    """Return a function that takes the run of a folder to its end, with the bits of an uninterrupted one."""
+    """Return a function that resumes the run of a folder, and checks its bits at the end."""
 
     def check(folder: Path) -> None:
         assert run_here(folder, settings) == FINISHED
@@ -232,7 +233,7 @@ def test_a_fault_at_a_checkpoint_ends_the_run(
     act: Callable[[Path], object],
     expected: str,
 ) -> None:
-    """Where the lock is gone, another run may have come meanwhile."""
+    """If the lock is gone, another run may have started meanwhile."""
     folder = tmp_path / "run"
     assert run_disturbed(folder, settings, lambda: act(folder)) == STORAGE_ERROR
     assert the_error(capfd) == f"hpcfl: error: {expected.format(folder)} {AGAIN}"
@@ -297,7 +298,7 @@ def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
 def test_a_folder_that_is_moved_or_deleted_ends_the_run(
     settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture, then: str
 ) -> None:
-    """One that is moved keeps what it has, and whatever stands in its place is left alone."""
+    """One that is moved keeps what it has, and what replaces it is not changed."""
     folder, moved = tmp_path / "run", tmp_path / "moved"
 
     def disturb() -> None:
@@ -341,7 +342,7 @@ def test_a_lock_of_a_dead_job_on_another_node_is_taken_over_with_a_warning(
 def test_a_run_whose_folder_another_has_taken_over_ends(
     settings: list[str], tmp_path: Path, capfd: Capture
 ) -> None:
-    """It was taken for dead, as of a node that did not answer for a while."""
+    """The other run took it for dead, because its node did not answer for a while."""
     folder = tmp_path / "run"
     disturb = functools.partial((folder / ".lock").write_text, LOCK)
     assert run_disturbed(folder, settings, disturb) == STORAGE_ERROR
@@ -382,7 +383,7 @@ def test_a_checkpoint_is_not_written_to_a_folder_that_another_run_takes_over(
 def test_jumps_of_clocks_and_file_times_change_nothing(
     settings: list[str], uninterrupted: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node's clock is set forward and back by days while a run goes on; files are from other clocks."""
+    """A node's clock is set forward and back by days during a run; files have times of other clocks."""
     true_time, day_s = time.time, 86_400
     jumps = iter(range(1_000_000))
     for number, path in enumerate(sorted(copied.iterdir())):

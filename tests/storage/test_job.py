@@ -1,4 +1,4 @@
-"""What a run says of its SLURM job, and tells its script."""
+"""What a run records of its SLURM job, and reports to its script."""
 
 from __future__ import annotations
 

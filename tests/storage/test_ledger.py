@@ -1,4 +1,4 @@
-"""What a run cost and gave, worked out by hand for three clients and two layers."""
+"""Bytes and metrics of a run, worked out by hand for three clients and two layers."""
 
 from __future__ import annotations
 

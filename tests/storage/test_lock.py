@@ -75,7 +75,7 @@ def test_without_file_locks_a_later_start_takes_over_the_folder(
     monkeypatch.setattr(fcntl, "fcntl", refused)
     owner = f"pid 7 on {socket.gethostname()}"
     (tmp_path / ".lock").write_text(f"{owner}\n")
-    # whether the owner lives cannot be told
+    # whether the owner is alive cannot be determined
     assert holder(tmp_path) == Holder(owner, False, False)
     held = FolderLock(tmp_path)
     assert not held.is_enforced

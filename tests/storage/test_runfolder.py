@@ -132,7 +132,7 @@ def test_a_finished_run_reports_it_and_is_not_changed(
 def test_a_lost_table_of_a_finished_run_is_rewritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it was appended to."""
+    """With the same bytes."""
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     before = results(tmp_path / "run")

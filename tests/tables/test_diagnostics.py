@@ -1,4 +1,4 @@
-"""What diagnostics.csv says of a method's history: worked-out means by layer and classes in common."""
+"""What diagnostics.csv contains of the history of a method: means by layer and by common classes."""
 
 from __future__ import annotations
 

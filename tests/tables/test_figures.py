@@ -1,4 +1,4 @@
-"""Figures of a table: what stands in which file and column, of folders whose numbers are known."""
+"""Numbers of a table: which file and column has which number, for folders whose numbers are known."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ def test_plan_lists_cells_and_hours_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_plan_for_a_gpu_needs_no_gpu(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--column", "easy", "--row", "alone", "data.per_client=40", "run.device=cuda", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED

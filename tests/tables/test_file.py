@@ -70,7 +70,7 @@ def flat(table: Table, row: str, column: str) -> dict[str, Any]:
     return flatten(table.cells_of(row, column)[0].config.tree())
 
 
-# What a file says
+# The content of a file
 
 
 def test_cells_are_columns_by_rows_by_seeds(folder: Path) -> None:

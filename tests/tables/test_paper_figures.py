@@ -1,4 +1,4 @@
-"""The papers' figures: every figure file ends in its picture, which shows the numbers of its cells."""
+"""The papers' figures: every figure file makes its picture, which shows the numbers of its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpcfl table`: cells are ordinary runs, figures theirs; it goes on, shares the work, and refuses."""
+"""`hpcfl table`: cells are ordinary runs; a table is resumed, shares work, and refuses mistakes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ Finish = Callable[..., str]
 
 @pytest.fixture
 def finish(capsys: pytest.CaptureFixture[str]) -> Finish:
-    """Return what runs a table to its end in a folder, and returns what that prints."""
+    """Return a function that runs a table to its end in a folder and returns what it prints."""
 
     def run(folder: Path, *words: str) -> str:
         capsys.readouterr()
@@ -110,7 +110,7 @@ def finish(capsys: pytest.CaptureFixture[str]) -> Finish:
 
 
 def changed(words: list[str]) -> str:
-    """Return what the title says of `words`: nothing of the file, the data's place, device and page."""
+    """Return what the title contains of `words`: neither file nor folder of the data, device and page."""
     return f"with {', '.join(words[4:-2])}"
 
 
@@ -184,7 +184,7 @@ def test_diagnostics_summarise_the_history_of_methods(whole: Path) -> None:
     last = [line for line in lines if (line["seed"], line["round"]) == ("1", "3")]
     counts = [float(line["value"]) for line in last if line["quantity"] == "retained_rounds"]
     assert counts == pytest.approx(retained.mean(axis=0), rel=1e-5)
-    # the first heads already tell layers apart
+    # the initial heads already distinguish layers
     assert retained.sum() == COHORTS["heurpfedla-k-2"] * 2 * ROUNDS
     own = [float(line["value"]) for line in last if line["clients"] == "itself"]
     assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
@@ -407,7 +407,7 @@ def test_each_column_names_its_own_data_file(
     assert "data.path" in refused(capsys, "table", *words, *other, "--column", "photos", "--out", folder)
 
 
-# Going on
+# Resuming
 
 
 def test_two_parts_make_the_whole_table(

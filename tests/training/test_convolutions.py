@@ -1,4 +1,4 @@
-"""Convolutions as unfolded images and products are those of torch, one by one and of many clients at once."""
+"""Convolutions as unfolded images and products equal those of torch, for one client and for many at once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hpcfl.training.engines import BatchedEngine
 )
 def test_an_unfolded_convolution_equals_a_convolution(convolution: nn.Conv2d) -> None:
     convolution = copy.deepcopy(convolution).double()
-    twin = with_convolutions(convolution, "unfold")
-    assert type(twin) is UnfoldedConv2d
+    reference = with_convolutions(convolution, "unfold")
+    assert type(reference) is UnfoldedConv2d
     assert type(convolution) is nn.Conv2d
     x = torch.randn(2, convolution.in_channels, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(twin(x), convolution(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(reference(x), convolution(x), rtol=0, atol=1e-12)
     # of two clients at once, with weights of their own
-    weights = {name: torch.stack([own, 1 - own]) for name, own in twin.named_parameters()}
-    together = torch.vmap(lambda own: functional_call(twin, own, x))(weights)
+    weights = {name: torch.stack([own, 1 - own]) for name, own in reference.named_parameters()}
+    together = torch.vmap(lambda own: functional_call(reference, own, x))(weights)
     for client in range(2):
         alone = functional_call(convolution, {name: rows[client] for name, rows in weights.items()}, x)
         torch.testing.assert_close(together[client], alone, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Local training beyond plain SGD: which methods take it, and what refuses it.
+"""Local training beyond plain SGD: which methods support it, and which refuse it.
 
 The numbers are compared with torch's in the tests of methods, with `ADAM` of by_hand.py.
 """

@@ -1,4 +1,4 @@
-"""Whole runs on a marked device: every tensor on its side, and no wait of host and device between two steps.
+"""Whole runs on a marked device: every tensor on its device, and no wait between two steps.
 
 See marked_device.py. Tests with a GPU are those of test_gpu.py.
 """
@@ -285,7 +285,7 @@ STOPPED_CASES = {
 def test_a_run_resumed_on_the_device_has_the_bits_of_a_run_on_the_cpu(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
-    """The run keeps its state on the host before it is stopped, and on the device when it goes on."""
+    """The run keeps its state on the host before it is stopped, and on the device after it is resumed."""
     keys = [*settings, *STOPPED_CASES[case], "run.engine=batched", "model.batchnorm=false"]
     with monkeypatch.context() as on_cpu:
         on_cpu.setattr(Communicator, "device", lambda *_: CPU)
@@ -318,7 +318,7 @@ def place_of(sizes: list[int], **keys: float) -> tuple[WorkerContext, Tensor, Te
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [13, 8, 3]])
 def test_a_local_round_begins_and_ends_with_one_transfer(marked: Marked, sizes: list[int]) -> None:
-    """The order of samples goes to the device; losses and what says who has diverged come back together."""
+    """The order of samples goes to the device; losses and flags of divergence are returned together."""
     place, theta, buffers = place_of(sizes)
     clients = ClientGroup(place, range(3), 0)
     clients.replace_buffers(buffers)

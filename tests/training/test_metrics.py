@@ -1,4 +1,4 @@
-"""Metrics of a client's predictions are scikit-learn's, also where a client lacks classes."""
+"""Metrics of a client's predictions equal scikit-learn's, even if a client lacks classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Squared gradients of single samples are those that autograd gives for each sample alone."""
+"""Squared gradients of single samples equal those of autograd for each sample alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of many clients at once are those of one client after the other."""
+"""Scores of many clients at once equal those of one client after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local training: both engines against each other; the clients' state."""
+"""Local training: both engines agree; the state of clients."""
 
 from __future__ import annotations
 
@@ -240,12 +240,12 @@ def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
     model = {"theta": theta, "buffers": buffers}
     table = clients.over_training_set(model, sample_losses)
     assert table.shape == (5, 13)
-    layout, twin = ParameterLayout(network), copy.deepcopy(network).eval()
+    layout, reference = ParameterLayout(network), copy.deepcopy(network).eval()
     for client, size in enumerate(SIZES):
         x, y = place.shard.samples("train", client)
         state = layout.views(theta[client]) | layout.buffer_views(buffers[client])
-        twin.load_state_dict(state, strict=False)
-        expected = cross_entropy(twin(x), y, reduction="none").detach()
+        reference.load_state_dict(state, strict=False)
+        expected = cross_entropy(reference(x), y, reduction="none").detach()
         torch.testing.assert_close(table[client, :size], expected, rtol=1e-5, atol=1e-6)
         assert table[client, size:].count_nonzero() == 0
     assert torch.equal(buffers, kept)
@@ -421,11 +421,11 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
     engine = LoopEngine(network, layout)
     theta, _ = spread(network, 1)
     buffers = torch.rand(1, layout.buffer_size) + 0.5
-    twin = copy.deepcopy(network).eval()
-    twin.load_state_dict(layout.views(theta[0]) | layout.buffer_views(buffers[0]), strict=False)
+    reference = copy.deepcopy(network).eval()
+    reference.load_state_dict(layout.views(theta[0]) | layout.buffer_views(buffers[0]), strict=False)
     x, kept = torch.randn(1100, 1, 8, 8), buffers.clone()
     found = engine.outputs(theta[0], buffers[0], class_probabilities, x)
-    torch.testing.assert_close(found, twin(x).softmax(dim=1).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, reference(x).softmax(dim=1).detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(buffers, kept)
     # training mode is back
     y = torch.zeros(1, 6, dtype=torch.int64)
