@@ -265,7 +265,7 @@ def mixed_branches(run: Run) -> State:
 
 
 def with_neighbours(run: Run) -> State:
-    """Store the features of the newest model, and choose the weight of three neighbours on the stored samples."""
+    """Store the features of the newest model, and choose the weight of three neighbours on stored samples."""
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
     most = int(run.method.context.num_samples.max())
     store = torch.full((N, most, network.num_features), torch.inf)
