@@ -277,7 +277,7 @@ def test_only_tensors_are_exported_of_a_network_that_torch_cannot_export(
 @pytest.fixture
 def unfinished(place: Place, tmp_path: Path) -> Path:
     """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
-    folder = tmp_path / "going on"
+    folder = tmp_path / "unfinished"
     settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
     assert run_here(folder, settings) == FINISHED
     # the last checkpoint lost, as of a run that is stopped before

@@ -37,7 +37,7 @@ def new_ledger(clients: int = 3) -> Ledger:
     return Ledger("pfedla", ClientsConfig(), clients, LAYERS, is_private=False, has_patience=False)
 
 
-def play(ledger: Ledger, folder: Path | None = None) -> None:
+def record_rounds(ledger: Ledger, folder: Path | None = None) -> None:
     """Record two rounds, an evaluation after the second, and one more round."""
     first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
     moved = (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]]))
@@ -59,7 +59,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
 @pytest.fixture
 def ledger() -> Ledger:
     ledger = new_ledger()
-    play(ledger)
+    record_rounds(ledger)
     return ledger
 
 
@@ -154,7 +154,7 @@ def test_a_restored_ledger_continues_like_an_uninterrupted_one(ledger: Ledger, t
         folder = tmp_path / str(number)
         folder.mkdir()
         one.start_files(folder)
-        play(one, folder)
+        record_rounds(one, folder)
         one.write_clients(folder, np.array([7, 8, 9]), NUM_SAMPLES)
     for name in ("metrics.csv", "bytes.csv", "clients.csv"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
