@@ -36,7 +36,7 @@ QUICK = {
     f"test_{name}"
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
-        *("messages", "modular", "parameters", "partitions", "randomness", "rooms", "shard"),
+        *("messages", "modular", "parameters", "partitions", "randomness", "layers", "shard"),
         *("curves", "sources", "stopping", "view"),
     )
 }
@@ -47,7 +47,7 @@ LONGEST = [
     f"test_{name}"
     for name in (
         *("docs", "process_faults", "jobs", "bits", "marked_device", "nodes", "resume", "transports"),
-        *("methods", "paper_figures", "unseen", "clients", "three_rounds", "table", "faults", "take_away"),
+        *("methods", "paper_figures", "unseen", "clients", "three_rounds", "table", "faults", "export"),
         *("divergence", "sharded_runs", "slurm_nodes", "page", "kinds", "bench", "under_mpirun", "plan"),
         *("trackers", "configs", "networks", "memory", "hostile", "privacy", "cli", "patience"),
     )
@@ -94,25 +94,25 @@ def double() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_warning_unseen(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fail a test in which the package warns, unless it looks at what is told or is marked `warns`."""
+    """Fail a test in which the package warns, unless it captures the output or is marked `warns`."""
     yield
     own = {*request.fixturenames} - {"caplog"} | {*signature(request.function).parameters}
     if own & {"capsys", "capfd", "caplog"} or request.node.get_closest_marker("warns"):
         return
-    told = [*caplog.get_records("setup"), *caplog.get_records("call")]
-    assert [record.getMessage() for record in told if record.name.startswith("hpcfl")] == []
+    records = [*caplog.get_records("setup"), *caplog.get_records("call")]
+    assert [record.getMessage() for record in records if record.name.startswith("hpcfl")] == []
 
 
 @pytest.fixture
 def own_code_forgotten() -> Iterator[None]:
-    """Forget what a test adds in files of its own."""
+    """Forget what a test adds in own files."""
     with forgetting_own_code():
         yield
 
 
 @contextlib.contextmanager
 def forgetting_own_code() -> Iterator[None]:
-    """Forget in the end what is added inside in files of one's own."""
+    """Forget in the end what own files add inside the block."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
     added, allowed = set(own_code._added), set(own_code._allowed)
@@ -171,8 +171,8 @@ def mpirun(mpirun_command: list[str]) -> Mpirun:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "by what ranks that tests start talk to each other (default: shared-memory)"
-    parser.addoption("--transport", choices=TRANSPORTS, default="shared-memory", help=told)
+    text = "by what ranks that tests start talk to each other (default: shared-memory)"
+    parser.addoption("--transport", choices=TRANSPORTS, default="shared-memory", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -61,7 +61,7 @@ def run(*settings: Any, **options: Any) -> Run:
     return found
 
 
-def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
+def test_a_run_from_python_equals_that_of_the_command_line(tmp_path: Path) -> None:
     words = [*SMALL, "method.name=fedprox", "method.mu=0.5", "run.seed=3"]
     assert main([*words, "--out", str(tmp_path / "typed"), "--quiet"]) == FINISHED
     file, given = tmp_path / "config.yaml", {"method": {"mu": 0.5}, "run.seed": 3}
@@ -72,7 +72,7 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert not differing(tmp_path / "typed", tmp_path / "run")
 
 
-def test_a_class_is_a_method_and_its_run_is_resumed(tmp_path: Path) -> None:
+def test_a_class_may_be_the_method_and_its_run_is_resumed(tmp_path: Path) -> None:
     first = run(method=Halved, out=tmp_path / "run")
     assert first.config.method.name == "halved"
     longer = run("train.rounds=4", method=Halved, out=tmp_path / "run")
@@ -85,7 +85,7 @@ def test_a_class_is_a_method_and_its_run_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("always:of a library")
-def test_warnings_go_to_the_caller_s_logging_and_else_are_printed_once_a_run(
+def test_warnings_go_to_the_caller_s_logging_or_are_printed_once_for_each_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -95,14 +95,14 @@ def test_warnings_go_to_the_caller_s_logging_and_else_are_printed_once_a_run(
     for name in ("routed", "printed", "printed again"):
         caplog.clear()
         run(method=Noisy, out=tmp_path / name)
-        told = capsys.readouterr().err.splitlines()
+        printed = capsys.readouterr().err.splitlines()
         log = (tmp_path / name / "log.txt").read_text()
         assert [log.count(f" warning: {text}") for text in (own, library)] == [1, 1]
         if name == "routed":
-            assert told == []
+            assert printed == []
             assert [record.name for record in caplog.records[:2]] == ["hpcfl.methods.fedbn", "py.warnings"]
         else:
-            assert [line.partition("; model.")[0] for line in told] == [
+            assert [line.partition("; model.")[0] for line in printed] == [
                 f"hpcfl: warning: {own}",
                 f"hpcfl: warning: {library}   two lines",
             ]
@@ -111,7 +111,7 @@ def test_warnings_go_to_the_caller_s_logging_and_else_are_printed_once_a_run(
 
 
 @pytest.mark.parametrize("has_channels", [True, False])
-def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
+def test_a_dataset_may_be_the_source(tmp_path: Path, has_channels: bool) -> None:
     images = torch.rand(120, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(120) % 3
     dataset = TensorDataset(images[:, None] if has_channels else images, labels)
@@ -142,7 +142,7 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"method": type("Again", (FedAvg,), {"name": "fedprox"})}, "Again has the name of a method"),
         ({"method": type("Odd", (FedAvg,), {"Params": dict})}, "method=Odd: its options must be a class"),
@@ -152,10 +152,10 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
     ],
 )
-def test_mistakes_are_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         run(out=tmp_path / "run", **options)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -166,7 +166,7 @@ def test_what_is_no_setting_is_refused(setting: Any, tmp_path: Path) -> None:
         hpcfl.run(setting, out=tmp_path / "run")
 
 
-def test_ranks_run_a_script_to_the_bits_of_one(tmp_path: Path, mpirun: Mpirun) -> None:
+def test_a_script_on_several_ranks_has_the_bits_of_one_rank(tmp_path: Path, mpirun: Mpirun) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nimport hpcfl\nfrom hpcfl.methods.fedavg import FedAvg\n\n\n"

@@ -1,4 +1,4 @@
-"""What the README and docs/ promise: commands run, and pages made from the code are as the code is."""
+"""What the README and docs/ promise: commands run, and generated pages match the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ELSEWHERE = {
 FEWER_STEPS = ("train.local_epochs=1", "train.batch_size=64")
 """What the walks add to the runs and tables of the pages."""
 FEWER_SAMPLES = "data.subset_fraction=0.4"
-"""What they add to runs of which the page says nothing of the data."""
+"""What they add to runs for which the page names no data."""
 
 PYTHON_FILES = {path.name for top in ("hpcfl", "tests", "docs") for path in (REPOSITORY / top).rglob("*.py")}
 PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
@@ -74,7 +74,7 @@ def steps(page: Path) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_pages_made_from_the_code_are_as_the_code_is() -> None:
+def test_generated_pages_match_the_code() -> None:
     """If not: python tests/helpers/docs_pages.py."""
     there = [*(DOCS / "methods").glob("*.md"), DOCS / "keys.md"]
     assert {path: path.read_text() for path in there} == pages()
@@ -133,7 +133,7 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
                 run_forked(words[1:], cwd=tmp_path)
 
 
-def test_no_two_pages_use_one_run_folder_otherwise() -> None:
+def test_no_two_pages_use_one_run_folder_for_different_runs() -> None:
     """A reader who has done one page can do the next one in the same place."""
     uses: dict[str, set[tuple[str, str]]] = {}
     for page in WALKED:
@@ -147,7 +147,7 @@ def test_no_two_pages_use_one_run_folder_otherwise() -> None:
         assert len(pages) == 1 or len(ways) == 1, (folder, of_folder)
 
 
-def test_all_commands_that_the_walks_leave_out_are_on_a_page() -> None:
+def test_all_skipped_commands_are_on_a_page() -> None:
     walked = [shlex.join(words) for page in WALKED for words in typed(page)]
     assert set(ELSEWHERE) <= set(walked)
     assert len(set(walked) - set(ELSEWHERE)) >= 50
@@ -171,29 +171,33 @@ def test_the_example_of_a_new_method_without_its_pull_is_fedavg(tmp_path: Path) 
 
 FAULTS = {
     "the job's time is nearly up, or SIGUSR1": (
-        "test_a_job_whose_time_is_nearly_up_comes_back "
-        "test_signalled_and_preempted_in_mid_round_a_job_comes_back"
+        "test_a_job_whose_time_is_nearly_up_is_requeued "
+        "test_a_job_signalled_and_preempted_during_a_round_is_requeued"
     ),
     "pre-emption, `scontrol requeue`; a rank, mpirun or all processes of a node killed": (
-        "test_signalled_and_preempted_in_mid_round_a_job_comes_back "
-        "test_server_worker_and_mpirun_killed_at_four_moments test_all_processes_of_a_node_die"
+        "test_a_job_signalled_and_preempted_during_a_round_is_requeued "
+        "test_a_run_resumes_after_server_worker_and_mpirun_are_killed "
+        "test_a_run_resumes_after_all_processes_of_a_node_die"
     ),
     "a second stop signal, a second or more later": "test_a_second_signal_to_mpirun_stops_all_ranks_at_once",
-    "`scancel`": "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
-    "three requeues without a new round": "test_a_job_that_saves_no_round_does_not_come_back_for_ever",
+    "`scancel`": "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued",
+    "three requeues without a new round": "test_a_job_that_saves_no_round_is_not_requeued_for_ever",
     "a second run on a folder": (
-        "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back"
+        "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued"
     ),
     "a second run on a folder, on a file system without file locks (`hpcfl doctor` tells)": (
         "test_a_run_whose_folder_another_has_taken_over_ends "
-        "test_where_there_are_no_locks_a_later_start_takes_the_folder_over"
+        "test_without_file_locks_a_later_start_takes_over_the_folder"
     ),
-    "the lock of a job that died on another node": "test_a_lock_of_a_dead_job_on_another_node",
+    "the lock of a job that died on another node": (
+        "test_a_lock_of_a_dead_job_on_another_node_is_taken_over_with_a_warning"
+    ),
     "`srun` with a type of `--mpi` that does not fit the MPI": (
-        "test_a_plain_srun_is_refused_with_what_to_type test_every_type_of_srun_joins_the_ranks_or_is_refused"
+        "test_a_plain_srun_is_refused_with_the_correct_command "
+        "test_every_type_of_srun_joins_the_ranks_or_is_refused"
     ),
     "a node without power, under SLURM": "test_slurm_requeues_a_job_whose_node_loses_its_power",
-    "a node that restarts": "test_a_node_that_is_started_anew",
+    "a node that restarts": "test_a_run_resumes_after_one_of_its_nodes_restarts",
     "a rank that stops answering, a node without power, a link that is cut": (
         "test_a_rank_that_stops_answering_is_named test_a_node_whose_link_is_cut_is_named_and_its_ranks_end "
         "test_a_link_that_the_network_gives_up_ends_the_run"
@@ -201,48 +205,52 @@ FAULTS = {
     "a link that is slow, or back before `run.timeout` and before the network gives up": (
         "test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing"
     ),
-    "data that one node lacks": "test_data_that_one_node_lacks",
-    "nodes with other versions of hpcfl, Python, torch or NumPy": "test_versions_of_one_node_that_differ",
-    "nodes whose clocks are a minute apart, or that have one name": (
-        "test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of"
+    "data that one node lacks": "test_data_that_one_node_lacks_are_reported",
+    "nodes with other versions of hpcfl, Python, torch or NumPy": (
+        "test_different_versions_on_one_node_are_reported"
     ),
-    "a rank out of memory": "test_a_worker_without_memory_ends_all",
+    "nodes whose clocks are a minute apart, or that have one name": (
+        "test_a_run_warns_of_a_wrong_clock_and_of_two_nodes_of_one_name"
+    ),
+    "a rank out of memory": "test_a_worker_out_of_memory_ends_all_ranks",
     "a full disk or a quota, at a checkpoint or a CSV file": (
-        "test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint test_a_fault_at_a_checkpoint "
-        "test_a_quota_in_the_middle_of_a_line test_a_run_cannot_go_on_where_not_even_its_lock_has_room"
+        "test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint test_a_fault_at_a_checkpoint_ends_the_run "
+        "test_a_quota_in_the_middle_of_a_line_ends_the_run "
+        "test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock"
     ),
     "no room for log.txt, the tracker, the page, the terminal": (
-        "test_what_no_number_hangs_on_is_given_up_with_a_warning "
-        "test_an_output_that_nobody_takes_is_no_error_message_and_ends_no_run"
+        "test_a_run_continues_without_log_tracker_and_page_with_a_warning "
+        "test_a_closed_output_prints_no_error_and_ends_no_run"
     ),
     "a folder read-only, moved, deleted or taken over": (
-        "test_a_fault_at_a_checkpoint test_a_folder_that_is_gone "
+        "test_a_fault_at_a_checkpoint_ends_the_run test_a_folder_that_is_moved_or_deleted_ends_the_run "
         "test_a_run_whose_folder_another_has_taken_over_ends"
     ),
     "a checkpoint damaged, cut or gone": (
-        "test_every_truncation_extension_and_flipped_bit_is_noticed "
-        "test_the_previous_checkpoint_takes_over_with_a_warning "
-        "test_all_files_but_the_older_checkpoint_are_cut"
+        "test_every_truncation_extension_and_flipped_bit_is_detected "
+        "test_the_previous_checkpoint_is_used_with_a_warning "
+        "test_a_run_resumes_if_only_the_older_checkpoint_is_whole"
     ),
     "all checkpoints gone": "test_a_folder_without_a_checkpoint_starts_at_round_0",
     "other files of the run cut or gone": (
-        "test_all_files_but_the_older_checkpoint_are_cut "
-        "test_config_yaml_cut_anywhere_is_read_or_made_up_for test_a_folder_without_config_yaml_is_resumed"
+        "test_a_run_resumes_if_only_the_older_checkpoint_is_whole "
+        "test_a_truncated_config_yaml_is_read_or_rewritten test_a_folder_without_config_yaml_is_resumed"
     ),
     "a checkpoint of another run, method, model or version": (
         "test_a_checkpoint_of_another_run_is_refused test_an_unfinished_run_of_another_version_is_refused "
         "test_a_newer_schema_is_refused_without_falling_back"
     ),
     "a client's numbers become nan or infinite": (
-        "test_the_run_stops_and_goes_on_without_them test_a_client_left_out_is_as_if_it_had_not_been_sampled"
+        "test_a_diverged_run_stops_and_can_continue_without_the_diverged_clients "
+        "test_a_client_left_out_is_as_if_it_had_not_been_sampled"
     ),
-    "one cell of a table fails": "test_a_cell_that_fails_does_not_lose_the_others",
+    "one cell of a table fails": "test_a_table_with_a_failed_cell_finishes_the_other_cells",
     "the machine's clock is set, /tmp is full or gone": (
-        "test_clocks_and_times_of_files_that_jump test_no_place_for_passing_files"
+        "test_jumps_of_clocks_and_file_times_change_nothing test_a_full_or_missing_tmp_changes_nothing"
     ),
     "a damaged or malicious file: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": (
-        "test_a_damaged_file_is_read_or_refused test_a_run_s_own_code_is_run_only_where_the_user_names_it "
-        "test_what_no_run_writes_is_refused"
+        "test_a_damaged_file_is_read_or_refused test_a_run_s_own_code_is_executed_only_if_the_user_names_it "
+        "test_checkpoints_that_no_run_writes_are_refused"
     ),
 }
 """The tests of each line of the table of faults, by what happens."""

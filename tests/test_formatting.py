@@ -30,8 +30,8 @@ from hpcfl.formatting import (
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
     counts = [0, 999, 1000, 16_440_000, 999_600_000, 2e12, 3e16]
-    said = ["0 B", "999 B", "1 kB", "16.4 MB", "1 GB", "2 TB", "3e+04 TB"]
-    assert [readable_bytes(count) for count in counts] == said
+    expected = ["0 B", "999 B", "1 kB", "16.4 MB", "1 GB", "2 TB", "3e+04 TB"]
+    assert [readable_bytes(count) for count in counts] == expected
     assert [readable_seconds(value) for value in (0.00154, 0.25, 12.345)] == ["1.54 ms", "250 ms", "12.3 s"]
     assert [clock(value) for value in (61.4, 7200, 90_000)] == ["0:01:01", "2:00:00", "1 day, 1:00:00"]
 
@@ -43,17 +43,17 @@ def test_shares_and_intervals_are_in_points() -> None:
     assert half_width(0.02, math.nan, 1) == "-"
 
 
-def test_a_hint_names_the_nearest_word() -> None:
+def test_a_hint_names_the_most_similar_word() -> None:
     assert did_you_mean("roudns", ["round", "rounds", "lr"]) == "; did you mean rounds?"
     assert did_you_mean("x", ["rounds"]) == ""
     assert did_you_mean("x", ["rounds"], "; see --help") == "; see --help"
 
 
-def test_only_the_first_column_stands_on_the_left() -> None:
+def test_only_the_first_column_is_left_aligned() -> None:
     assert aligned([["a", "bc", ""], ["def", "g", "hi"]]) == ["a    bc", "def   g  hi"]
 
 
-def test_each_value_has_the_character_of_its_height() -> None:
+def test_each_value_is_drawn_as_a_character_of_its_height() -> None:
     values = np.linspace(0.2, 0.9, 8).tolist()
     assert curve(values, 40, "utf-8") == f"20.00% {BLOCKS} 90.00%"
     assert sparkline(values[::-1], 40, "utf-8") == BLOCKS[::-1]
@@ -62,7 +62,7 @@ def test_each_value_has_the_character_of_its_height() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such encoding"])
-def test_encodings_without_blocks_get_ascii(encoding: str) -> None:
+def test_encodings_without_blocks_use_ascii(encoding: str) -> None:
     assert sparkline(list(range(8)), 8, encoding) == ASCII_LEVELS
     assert len(ASCII_LEVELS) == len(BLOCKS)
     assert ASCII_LEVELS.isascii()
@@ -91,14 +91,14 @@ def test_text_is_aligned() -> None:
     assert lines[8:] == ["second:", "m", "1", "", "50 % below"]
 
 
-def test_markdown_keeps_its_columns() -> None:
+def test_markdown_escapes_the_separators_of_columns() -> None:
     lines = as_markdown(DOCUMENT).splitlines()
     assert lines[4:8] == ["| method | a & b |", "| --- | --- |", "| x_1 | 1 ± 2 |", "| a&#124;b |  |"]
     assert lines[9] == "## second"
     assert lines[-2:] == ["", "50 % below"]
 
 
-def test_latex_has_no_character_that_means_something() -> None:
+def test_latex_escapes_special_characters() -> None:
     latex = as_latex(DOCUMENT)
     assert r"\textbf{50 \% \& more\_\{x\}}" in latex
     assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex

@@ -1,4 +1,4 @@
-"""A method, a model, a partition and a source of the user's own, in files outside the package."""
+"""A method, a model, a partition and a source of the user, in files outside the package."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def words(files: dict[str, Path]) -> list[str]:
     return [f"{key}={path}" for key, path in files.items()]
 
 
-def test_own_files_run_on_any_number_of_ranks_and_go_on(
+def test_runs_with_own_files_work_on_any_number_of_ranks_and_are_resumed(
     files: dict[str, Path], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [*words(files), *TINY, "data.partition.samples=10"]
@@ -151,20 +151,20 @@ def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_an_edited_file_is_not_that_of_its_configuration(
+def test_an_edited_own_file_does_not_match_its_configuration(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     config = load_config(None, words(files))
     (tmp_path / "config.yaml").write_text(config.yaml())
     assert load_config(tmp_path / "config.yaml", []).short_hash() == config.short_hash()
     files[key].write_text(FILES[key] + "\n")
-    said = refused(capsys, str(tmp_path / "config.yaml"), *TINY)
-    assert f"{key}={files[key]} is not the file of this configuration" in said
-    assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in said
+    message = refused(capsys, str(tmp_path / "config.yaml"), *TINY)
+    assert f"{key}={files[key]} is not the file of this configuration" in message
+    assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in message
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[str, Path], key: str) -> None:
+def test_a_moved_own_file_is_the_same_and_another_name_replaces_it(files: dict[str, Path], key: str) -> None:
     tree = load_config(None, [*words(files), "method.left_out=2", "data.partition.samples=10"]).tree()
     moved = files[key].parent / "elsewhere" / files[key].name
     moved.parent.mkdir()
@@ -181,18 +181,20 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_names_and_files_that_do_not_go_together(
+def test_names_and_files_that_do_not_match_are_refused(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     kind, name_key, other = KINDS[key]
-    said = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}", *TINY)
-    assert f"{name_key}={other} does not go with {key}={files[key]}" in said
+    message = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}", *TINY)
+    assert f"{name_key}={other} does not go with {key}={files[key]}" in message
     name = files[key].stem
-    said = refused(capsys, f"{name_key}={name}", *TINY)
-    assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in said
+    message = refused(capsys, f"{name_key}={name}", *TINY)
+    assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in message
 
 
-def test_naming_what_a_file_holds_keeps_it_and_null_drops_it(files: dict[str, Path], tmp_path: Path) -> None:
+def test_naming_the_content_of_a_file_keeps_it_and_null_removes_it(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
     saved = tmp_path / "config.yaml"
     saved.write_text(load_config(None, [*words(files), "method.left_out=2"]).yaml())
     for given in ("data.source=my_data", f"data.reader={files[READER]}", "method.name=my_method"):
@@ -211,7 +213,7 @@ UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "said"),
+    ("key", "text", "expected"),
     [
         (METHOD, None, ": No such file or directory; give a Python file"),
         (METHOD, "x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
@@ -234,13 +236,13 @@ UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n
         ),
     ],
 )
-def test_a_file_that_is_no_such_thing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, text: str | None, said: str
+def test_a_file_of_another_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, text: str | None, expected: str
 ) -> None:
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    assert refused(capsys, f"{key}={path}", *TINY) == f"hpcfl: error: {key}={path}{said}"
+    assert refused(capsys, f"{key}={path}", *TINY) == f"hpcfl: error: {key}={path}{expected}"
 
 
 CHECK = """    @model_validator(mode="after")
@@ -255,7 +257,7 @@ TABLE = "my_partition: its table"
 
 
 @pytest.mark.parametrize(
-    ("key", "old", "new", "said"),
+    ("key", "old", "new", "expected"),
     [
         (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
         (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
@@ -283,12 +285,12 @@ TABLE = "my_partition: its table"
         ),
     ],
 )
-def test_mistakes_inside_a_file_are_told(
-    files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str, old: str, new: str, said: str
+def test_mistakes_inside_a_file_are_reported(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str, old: str, new: str, expected: str
 ) -> None:
     assert old in FILES[key]
     files[key].write_text(FILES[key].replace(old, new))
-    assert said in refused(capsys, f"{key}={files[key]}", *TINY)
+    assert expected in refused(capsys, f"{key}={files[key]}", *TINY)
 
 
 def test_options_of_an_own_method_are_checked(
@@ -297,18 +299,18 @@ def test_options_of_an_own_method_are_checked(
     path = files[METHOD]
     text = TRIMMED.replace("import Field", "import Field, model_validator")
     path.write_text(text.replace("\nclass TrimmedMean(", CHECK))
-    for given, said in (
+    for given, expected in (
         ("method.left_out=-1", "method.left_out=-1 is invalid"),
         ("method.left=1", "method.left=1 is an unknown key; the nearest known one is method.left_out"),
         ("method.left_out=4", "hpcfl: error: method: left_out must be 3 or less"),
     ):
-        assert said in refused(capsys, f"method.path={path}", given, *TINY)
+        assert expected in refused(capsys, f"method.path={path}", given, *TINY)
     assert "method.code=abc is an unknown key" in refused(
         capsys, "method.name=fedavg", "method.code=abc", *TINY
     )
 
 
-def test_annotations_are_what_they_are_to_python(files: dict[str, Path]) -> None:
+def test_annotations_are_read_as_python_reads_them(files: dict[str, Path]) -> None:
     path = files[METHOD]
     text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
     path.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")

@@ -10,19 +10,19 @@ import torch
 from hpcfl.randomness import numpy_stream, stream_seed, torch_stream, uniform_by_key
 
 
-def test_seeds_are_those_of_every_platform_and_version() -> None:
+def test_seeds_are_the_recorded_ones() -> None:
     assert stream_seed(0, "batches", 0, 0) == 7883774340374615953
     assert stream_seed(12345, "cohort", 7) == 7977299253315239378
 
 
-def test_all_four_parts_matter_and_seeds_fit_63_bits() -> None:
+def test_seeds_depend_on_all_four_parts_and_fit_63_bits() -> None:
     parts = itertools.product((0, 1, 11), ("batches", "cohort"), (0, 1, 11), (-1, 0, 1, 11))
     seeds = [stream_seed(*part) for part in parts]
     assert len(set(seeds)) == len(seeds) == 72
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_stream_starts_anew_each_time_whatever_was_drawn_before() -> None:
+def test_a_stream_always_starts_from_its_beginning() -> None:
     first = torch.randperm(50, generator=torch_stream(3, "batches", 2, 1))
     torch.manual_seed(99)
     torch.rand(5)
@@ -32,7 +32,7 @@ def test_a_stream_starts_anew_each_time_whatever_was_drawn_before() -> None:
     assert np.array_equal(numpy_stream(3, "batches", 2, 1).random(4), numbers)
 
 
-def test_streams_leave_the_global_generators_alone() -> None:
+def test_streams_do_not_change_the_global_generators() -> None:
     state, legacy = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     torch.rand(3, generator=torch_stream(0, "a"))
     numpy_stream(0, "a").random(3)
@@ -40,7 +40,7 @@ def test_streams_leave_the_global_generators_alone() -> None:
     assert np.array_equal(np.random.get_state()[1], legacy)
 
 
-def test_numbers_by_key_are_splitmix64s() -> None:
+def test_numbers_by_key_equal_splitmix64() -> None:
     # what the generator's published code gives for the seed 1234567
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     keys = torch.tensor([1234567, 2**62 + 5])

@@ -22,7 +22,7 @@ from hpcfl.methods import METHODS
 RATIOS = [Ratio("small", 0.5, 0.6, "ms"), Ratio("large", 3.0, 2.0), Ratio("plain", 2.0)]
 
 
-def test_two_functions_take_turns_after_a_first_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_functions_are_timed_alternately_after_one_warm_up_each(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [0.0], []
 
     def taking(name: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ def test_two_functions_take_turns_after_a_first_one_each(monkeypatch: pytest.Mon
     assert calls == ["a", "b"] * 3
 
 
-def test_a_table_has_a_line_for_each_ratio_and_those_with_parts_have_a_table() -> None:
+def test_each_ratio_has_a_line_and_ratios_with_parts_have_a_table() -> None:
     made = Ratio("made", 1.5, parts={"training": 1.25, "server": 0.25})
     first, second = as_tables([made, *RATIOS]).split("\n\n")
     assert [line.split() for line in first.splitlines()] == [
@@ -49,7 +49,7 @@ def test_a_table_has_a_line_for_each_ratio_and_those_with_parts_have_a_table() -
     ]
 
 
-def test_it_writes_a_file(tmp_path: Path) -> None:
+def test_the_benchmark_writes_a_file(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     assert main(["bench", "--parts", "start", "--repeats", "1", "--json", str(path)]) == FINISHED
     found = json.loads(path.read_text())
@@ -72,15 +72,15 @@ def test_training_steps_are_measured_and_engines_compared_on_a_device(
     assert "missed" not in str(of_engines)
 
 
-def test_a_gpu_that_is_not_there_is_refused(
+def test_a_missing_gpu_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    said = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
-    assert refused(capsys, "bench", "--device", "cuda") == said
+    expected = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
+    assert refused(capsys, "bench", "--device", "cuda") == expected
 
 
-def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_compared_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(steps, "TRAIN_SAMPLES", 4)
     monkeypatch.setattr(steps, "CLIENTS_AT_ONCE", {"cuda": 3})
@@ -90,7 +90,7 @@ def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert marked.operators.total() > 500
 
 
-def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_method_is_compared_with_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names = ("fedavg", "ifca", "local")
     monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in names})
@@ -104,7 +104,7 @@ def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_rounds_are_timed_on_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
         "runs.NUM_IMAGES = 600; runs.ROUND_SAMPLES = 20; "
@@ -117,7 +117,9 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_rounds_are_timed_by_number_of_workers_and_compared_with_a_plan(
+    mpirun: Mpirun, tmp_path: Path
+) -> None:
     measure = (
         "from hpcfl.benchmarks import nodes, runs; from hpcfl.main import main; "
         "from hpcfl.planning import dry_run; dry_run.TRAINING_S = 0; "

@@ -1,4 +1,4 @@
-"""The job scripts on a real SLURM: whatever ends a job, its run ends with the bits of an undisturbed one."""
+"""Job scripts on a real SLURM: however a job ends, its run ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 from bits import differing, read_csv, run_here
 from conftest import in_mpi_world
-from gates import Gates, gated_settings, run_undisturbed
+from gates import Gates, gated_settings, run_uninterrupted
 from processes import REPOSITORY
 from slurm import Job, Slurm, running_slurm
 
@@ -45,8 +45,8 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), gated)
+def uninterrupted(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_uninterrupted(tmp_path_factory.mktemp("uninterrupted"), gated)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def gates(tmp_path: Path) -> Gates:
 
 
 @pytest.mark.soak
-def test_a_job_whose_time_is_nearly_up_comes_back(
-    slurm: Slurm, gated: list[str], gates: Gates, undisturbed: Path, tmp_path: Path
+def test_a_job_whose_time_is_nearly_up_is_requeued(
+    slurm: Slurm, gated: list[str], gates: Gates, uninterrupted: Path, tmp_path: Path
 ) -> None:
     gates.close(1)
     limit = ["--time=1", "--signal=B:USR1@45"]
@@ -70,11 +70,11 @@ def test_a_job_whose_time_is_nearly_up_comes_back(
     job.wait()
     assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
     assert "start 2" in job.output
-    assert not differing(tmp_path / "run", undisturbed)
+    assert not differing(tmp_path / "run", uninterrupted)
 
 
-def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
-    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path
+def test_a_job_signalled_and_preempted_during_a_round_is_requeued(
+    slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Once with mpirun and once with srun, at the same time."""
     jobs: list[tuple[Job, Gates, Path]] = []
@@ -103,7 +103,7 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
         job.until(lambda job=job: "round 3/3" in job.output, "the last round")
         job.wait()
         assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
-        assert not differing(folder, undisturbed)
+        assert not differing(folder, uninterrupted)
 
         starts = [f"SLURM job train {job.number}, start {number}, on " for number in (1, 2, 3)]
         log = (folder / "log.txt").read_text()
@@ -116,11 +116,11 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
         assert not (slurm.folder / "runs" / ".jobs" / job.number).exists()
 
 
-def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back(
+def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued(
     slurm: Slurm,
     gated: list[str],
     gates: Gates,
-    undisturbed: Path,
+    uninterrupted: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,27 +129,27 @@ def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_b
     command = ["--ntasks=2", "jobs/train.sbatch", *gated, "--out", folder]
     job = slurm.submit(*command, **gates.env)
     end_time = gates.wait(1, job)
-    assert int(end_time) == datetime.fromisoformat(job.told("EndTime")).timestamp()
+    assert int(end_time) == datetime.fromisoformat(job.field("EndTime")).timestamp()
 
     second = slurm.submit(*command, **gates.env)
     second.wait()
-    assert (second.state, second.exit_code, second.told("Restarts")) == ("FAILED", BAD_INPUT, "0")
+    assert (second.state, second.exit_code, second.field("Restarts")) == ("FAILED", BAD_INPUT, "0")
     assert f"hpcfl: error: {folder} is in use by pid " in second.output
     assert job.state == "RUNNING"
     assert f"SLURM job hpcfl {second.number}" not in (folder / "log.txt").read_text()
 
     slurm.call("scancel", job.number)
     job.wait()
-    assert (job.state, job.told("Restarts")) == ("CANCELLED", "0")
+    assert (job.state, job.field("Restarts")) == ("CANCELLED", "0")
     assert (folder / "checkpoint.h5").exists()
     gates.open(1)
     monkeypatch.setenv("GATES", gates.env["GATES"])
     assert run_here(folder, gated) == FINISHED
     assert "resuming after round 1 of 3" in (folder / "log.txt").read_text()
-    assert not differing(folder, undisturbed)
+    assert not differing(folder, uninterrupted)
 
 
-def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
+def test_a_job_that_saves_no_round_is_not_requeued_for_ever(
     slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
     gates.close(0)
@@ -161,12 +161,14 @@ def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
         job.come_back(start)
     job.until(lambda: "and ends" in job.output, "giving up")
     job.wait()
-    assert (job.state, job.exit_code, job.told("Restarts")) == ("FAILED", 1, "2")
+    assert (job.state, job.exit_code, job.field("Restarts")) == ("FAILED", 1, "2")
     assert "requeued 2 times in a row without a new round, and ends: a round and its" in job.output
     assert job.output.count("start ") == 2
 
 
-def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str], gates: Gates) -> None:
+def test_a_plain_srun_is_refused_with_the_correct_command(
+    slurm: Slurm, gated: list[str], gates: Gates
+) -> None:
     command = ["python", "-m", "hpcfl.main", *gated, "--out", "plain"]
     refused = slurm.try_call("srun", "--ntasks=2", "--mpi=none", *command, env=gates.env)
     assert refused.returncode == BAD_INPUT
@@ -175,7 +177,7 @@ def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str
     assert not (slurm.folder / "plain").exists()
 
 
-def test_an_array_loses_no_cell_but_the_one_that_fails(
+def test_an_array_finishes_all_cells_but_the_one_that_fails(
     slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
     *settings, own_method = gated

@@ -1,4 +1,4 @@
-"""Runs on several nodes: the bits of one, nodes and links that are lost, nodes that are not alike."""
+"""Runs on several nodes have the bits of a run on one; nodes and links fail, or nodes differ."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings
-from nodes import Node, Nodes, played
+from nodes import Node, Nodes, simulated_nodes
 from processes import REPOSITORY, Launch, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
 ROUNDS = 30
 TIMEOUT_S = 3
-TOLD_WITHIN_S = 30
-"""From a fault to the end of all, besides `run.timeout`; cores are shared."""
+REPORTED_WITHIN_S = 30
+"""Longest time from a fault to the end of all processes, besides `run.timeout`; cores are shared."""
 CUT_S = 2
 HOUR_S = 3600
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with played(3) as up:
+    with simulated_nodes(3) as up:
         yield up
 
 
@@ -41,9 +41,9 @@ def settings(digits: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of one rank."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert run_here(folder, [*settings, f"train.rounds={ROUNDS}"]) == FINISHED
     return folder
 
@@ -77,7 +77,7 @@ Launcher = Callable[..., AbstractContextManager[Launch]]
 
 @pytest.fixture
 def launch(nodes: Nodes, settings: list[str], tmp_path: Path) -> Launcher:
-    """Return a context manager that starts a run, or goes on with it; in the end, no link is cut."""
+    """Return a context manager that starts or resumes a run; in the end, no link is cut."""
 
     @contextmanager
     def started(
@@ -97,33 +97,33 @@ def launch(nodes: Nodes, settings: list[str], tmp_path: Path) -> Launcher:
     return started
 
 
-GoesOn = Callable[..., str]
+Resume = Callable[..., str]
 
 
 @pytest.fixture
-def goes_on(nodes: Nodes, launch: Launcher, undisturbed: Path, tmp_path: Path) -> GoesOn:
-    """Return a function that takes a run to its end on other nodes, compares it and returns what it said."""
+def resume(nodes: Nodes, launch: Launcher, uninterrupted: Path, tmp_path: Path) -> Resume:
+    """Return a function that resumes a run to its last round on other nodes, and returns what it printed."""
 
     def check(mpi: list[str], ranks: int = 2, on: tuple[int, ...] = (2, 1)) -> str:
         with launch(mpi, ranks, on, HOUR_S) as running:
-            said = running.end()
-            assert running.process.returncode == FINISHED, said
-        assert not differing(undisturbed, tmp_path / "run")
-        return said
+            printed = running.end()
+            assert running.process.returncode == FINISHED, printed
+        assert not differing(uninterrupted, tmp_path / "run")
+        return printed
 
     return check
 
 
 def is_empty(node: Node) -> bool:
-    """Whether nothing runs on a node a few seconds from now."""
-    until_s = time.monotonic() + TOLD_WITHIN_S
+    """Whether all processes of a node end within a few seconds."""
+    until_s = time.monotonic() + REPORTED_WITHIN_S
     while node.pids() and time.monotonic() < until_s:
         time.sleep(0.05)
     return not node.pids()
 
 
-def rows_of_one_that_stands_still(running: Launch) -> int:
-    """Return the rows of a run's metrics.csv once a second has brought none."""
+def rows_once_stalled(running: Launch) -> int:
+    """Return the number of rows of a run's metrics.csv once a second has added none."""
     rows, since_s = running.rows(), time.monotonic()
     while time.monotonic() - since_s < CUT_S / 2:
         time.sleep(0.05)
@@ -132,42 +132,42 @@ def rows_of_one_that_stands_still(running: Launch) -> int:
     return rows
 
 
-# Nodes and links that are lost
+# Nodes and links that fail
 
 
 @MPIS
 def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
-    nodes: Nodes, launch: Launcher, goes_on: GoesOn, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
+    nodes: Nodes, launch: Launcher, resume: Resume, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
 ) -> None:
-    """The rounds on three nodes before, and those on two after, have the bits of one rank."""
+    """The rounds on three nodes before, and on two after, have the bits of a run on one rank."""
     with launch(mpi, 3) as running:
         running.wait_for_rounds(3)
         config = (tmp_path / "run" / "config.yaml").read_text()
         assert all(f"- {node.name} cpu" in config for node in nodes.nodes)
         nodes.cut(3)
         began_s = time.monotonic()
-        code = running.process.wait(TIMEOUT_S + TOLD_WITHIN_S)
-        # what was started by a link that is cut, such as ssh, is not told
+        code = running.process.wait(TIMEOUT_S + REPORTED_WITHIN_S)
+        # what was started over a link that is cut, such as ssh, does not notice it
         assert is_empty(nodes[3])
-        assert time.monotonic() - began_s < TIMEOUT_S + TOLD_WITHIN_S
+        assert time.monotonic() - began_s < TIMEOUT_S + REPORTED_WITHIN_S
         assert running.is_gone()
         nodes.heal(3)
-        said = running.end()
+        printed = running.end()
         assert all(map(is_empty, nodes.nodes))
     assert code not in (FINISHED, BAD_INPUT, STOPPED)
-    told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
+    lines = [line for line in printed.splitlines() if line.startswith("hpcfl: ")]
     opening = f"hpcfl: error: rank 2 on n3 has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
-    assert len(told) == 1, said
-    assert told[0].startswith(opening)
-    assert "Traceback" not in said
+    assert len(lines) == 1, printed
+    assert lines[0].startswith(opening)
+    assert "Traceback" not in printed
     assert 2 <= completed_rounds(tmp_path / "run") < ROUNDS
-    assert goes_on(mpirun_command) == ""
+    assert resume(mpirun_command) == ""
 
 
 @pytest.mark.nodes
 @MPIS
 def test_a_link_that_the_network_gives_up_ends_the_run(
-    nodes: Nodes, launch: Launcher, goes_on: GoesOn, mpi: list[str], mpirun_command: list[str]
+    nodes: Nodes, launch: Launcher, resume: Resume, mpi: list[str], mpirun_command: list[str]
 ) -> None:
     """It does so before `run.timeout` has passed; MPI crashes, or mpirun ends all ranks."""
     with launch(mpi, timeout_s=HOUR_S) as running:
@@ -177,59 +177,59 @@ def test_a_link_that_the_network_gives_up_ends_the_run(
         assert is_empty(nodes[3])
         # mpirun may wait for what started the ranks there, such as ssh
         nodes.heal(3)
-        said = running.end()
+        printed = running.end()
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
         assert all(map(is_empty, nodes.nodes))
-    assert "Traceback" not in said
-    goes_on(mpirun_command)
+    assert "Traceback" not in printed
+    resume(mpirun_command)
 
 
 @pytest.mark.nodes
 @pytest.mark.parametrize(("mpi", "then"), [(0, 1), (1, 0)])
-def test_all_processes_of_a_node_die(
+def test_a_run_resumes_after_all_processes_of_a_node_die(
     nodes: Nodes,
     launch: Launcher,
-    goes_on: GoesOn,
+    resume: Resume,
     tmp_path: Path,
     mpirun_command: list[str],
     openmpi: list[str],
     mpi: int,
     then: int,
 ) -> None:
-    """A run of one MPI goes on with the other."""
+    """A run started with one MPI is resumed with the other."""
     both = (mpirun_command, openmpi)
     with launch(both[mpi]) as running:
         running.wait_for_rounds(3)
         nodes[3].die()
         began_s = time.monotonic()
-        said = running.end()
-        assert time.monotonic() - began_s < TOLD_WITHIN_S
+        printed = running.end()
+        assert time.monotonic() - began_s < REPORTED_WITHIN_S
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
         assert running.is_gone()
         assert all(map(is_empty, nodes.nodes))
     # mpirun ends all ranks before one of them has noticed
-    assert "hpcfl: " not in said
-    assert "Traceback" not in said
+    assert "hpcfl: " not in printed
+    assert "Traceback" not in printed
     assert 2 <= completed_rounds(tmp_path / "run") < ROUNDS
-    said = goes_on(both[then])
-    assert re.search(r"was locked by pid \d+ on n1. This machine cannot see whether it still runs", said)
-    assert said.count("\n") == 1
+    printed = resume(both[then])
+    assert re.search(r"was locked by pid \d+ on n1. This machine cannot see whether it still runs", printed)
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.nodes
 @MPIS
 @pytest.mark.parametrize("fault", ["comes back", "slow"])
 def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
-    nodes: Nodes, launch: Launcher, undisturbed: Path, tmp_path: Path, mpi: list[str], fault: str
+    nodes: Nodes, launch: Launcher, uninterrupted: Path, tmp_path: Path, mpi: list[str], fault: str
 ) -> None:
-    # a link that is back is used at the next try, up to twice the cut after it
+    # the network uses the link again at its next try, which comes up to twice the cut later
     with launch(mpi, timeout_s=30 * CUT_S) as running:
         running.wait_for_rounds(3)
         if fault == "slow":
             nodes.slow(3, "100mbit")
         else:
             nodes.cut(3)
-            still = rows_of_one_that_stands_still(running)
+            still = rows_once_stalled(running)
             assert still < ROUNDS
             time.sleep(CUT_S / 2)
             assert running.rows() == still
@@ -237,10 +237,10 @@ def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
         assert running.end() == ""
         assert running.process.returncode == FINISHED
         assert all(map(is_empty, nodes.nodes))
-    assert not differing(undisturbed, tmp_path / "run")
+    assert not differing(uninterrupted, tmp_path / "run")
 
 
-# Nodes that are not alike
+# Nodes that differ
 
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -258,7 +258,7 @@ def on_two_nodes(nodes: Nodes, settings: list[str], tmp_path: Path, mpirun_comma
     return program
 
 
-def test_data_that_one_node_lacks(
+def test_data_that_one_node_lacks_are_reported(
     nodes: Nodes, settings: list[str], tmp_path: Path, on_two_nodes: Program
 ) -> None:
     path = next(setting for setting in settings if setting.startswith("data.path=")).partition("=")[2]
@@ -271,7 +271,9 @@ def test_data_that_one_node_lacks(
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_versions_of_one_node_that_differ(nodes: Nodes, tmp_path: Path, on_two_nodes: Program) -> None:
+def test_different_versions_on_one_node_are_reported(
+    nodes: Nodes, tmp_path: Path, on_two_nodes: Program
+) -> None:
     place = Path(str(distribution("numpy").locate_file(f"numpy-{np.__version__}.dist-info/METADATA")))
     other = tmp_path / "METADATA"
     other.write_text(place.read_text().replace(f"Version: {np.__version__}", "Version: 1.0"))
@@ -288,7 +290,7 @@ def test_versions_of_one_node_that_differ(nodes: Nodes, tmp_path: Path, on_two_n
 
 @pytest.fixture
 def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Have node 2's Python be an hour ahead, wherever the environment that is returned is."""
+    """Set the clock of Python on node 2 an hour ahead, in processes with the environment returned."""
     everywhere, there = tmp_path / "everywhere", tmp_path / "there"
     everywhere.mkdir()
     there.mkdir()
@@ -298,10 +300,10 @@ def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"PYTHONPATH": os.pathsep.join([str(everywhere), str(REPOSITORY)])}
 
 
-def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
+def test_a_run_warns_of_a_wrong_clock_and_of_two_nodes_of_one_name(
     nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program
 ) -> None:
-    """Each in one line, before the first round."""
+    """Each warning is one line, before the first round."""
     nodes[2].run("hostname", "n1")
     try:
         done = on_two_nodes("--quiet", **an_hour_ahead)
@@ -316,7 +318,7 @@ def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
 
 
 @pytest.mark.nodes
-def test_a_doctor_of_two_nodes(
+def test_the_doctor_checks_two_nodes(
     nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program, tmp_path: Path
 ) -> None:
     with nodes[2].seeing(tmp_path):

@@ -1,7 +1,7 @@
-"""The job scripts without a SLURM: what a cluster seldom does is played by its programs and its launcher.
+"""Job scripts without a SLURM: simulated programs and a launcher do what a real cluster seldom does.
 
-Here the launcher ends as hpcfl would, and the programs of SLURM refuse to answer; tests/cluster/test_jobs.py
-has the real ones.
+The launcher ends as hpcfl would, and the programs of SLURM refuse to answer; tests/cluster/test_jobs.py has
+the real ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if [ -n "$saved" ]; then echo "$saved" >"$HPCFL_JOB_NOTES/saved"; fi
 exit "$code"
 """
 ANSWERS = """#!/usr/bin/env bash
-# As many calls fail as `away` says; the last word of a question chooses the answer.
+# The first calls fail, as many as in the file `away`; the last word of a question chooses the answer.
 program=${0##*/}
 echo "$program $*" >>calls
 if [ "$(wc -l <calls)" -le "$(cat away)" ]; then echo "$program: no controller" >&2; exit 1; fi
@@ -46,13 +46,13 @@ esac
 @dataclass
 class Ended:
     code: int
-    said: str
+    printed: str
     starts: list[str]
     """What was launched, a line each."""
     calls: list[str]
     """What SLURM's programs were asked."""
     end_time: str
-    """What the last start was told of the end of its job."""
+    """The end of the job that the last start received."""
 
 
 @pytest.fixture
@@ -112,19 +112,19 @@ def notes(folder: Path) -> list[str]:
         ([f"{STORAGE_ERROR} first"], STORAGE_ERROR),
         # the first cell has no memory, the others have, and it has none again
         ([f"{OUT_OF_MEMORY} first", f"{OUT_OF_MEMORY} first"], OUT_OF_MEMORY),
-        # alone, a rank without memory goes on with the others by itself
+        # a run on one rank continues with the other cells by itself
         ([f"{OUT_OF_MEMORY} -"], OUT_OF_MEMORY),
         (["137 first", "1 second", "1 second"], 1),
         (["137 first", f"{FINISHED} -"], FINISHED),
     ],
 )
-def test_other_cells_are_run_after_a_fault_and_only_then(submit: Path, ends: list[str], code: int) -> None:
+def test_other_cells_are_run_only_after_a_fault(submit: Path, ends: list[str], code: int) -> None:
     # one more start than there should be
     done = job(submit, "table.sbatch", [*ends, "99 another"])
-    assert done.code == code, done.said
+    assert done.code == code, done.printed
     assert done.starts == ["python -m hpcfl.main table WORD"] * len(ends)
-    going_on = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
-    assert (going_on in done.said) == (len(ends) > 1)
+    continuing = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
+    assert (continuing in done.printed) == (len(ends) > 1)
 
 
 def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
@@ -143,7 +143,7 @@ def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
 )
 def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], part: str) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
-    assert done.code == FINISHED, done.said
+    assert done.code == FINISHED, done.printed
     assert done.starts == [f"python -m hpcfl.main table WORD --part {part}"]
 
 
@@ -151,24 +151,24 @@ def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], par
 def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
     assert (done.code, done.starts) == (BAD_INPUT, [])
-    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which divides all that is left, or, " in done.said
-    assert "PARTS=N" in done.said
+    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which divides all that is left, or, " in done.printed
+    assert "PARTS=N" in done.printed
     assert notes(submit) == []
 
 
-def test_a_controller_that_is_away_for_a_while_loses_no_job(submit: Path) -> None:
+def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=4)
-    assert done.code == 0, done.said
+    assert done.code == 0, done.printed
     assert done.calls[-1] == "scontrol requeue 7"
     assert notes(submit) == ["7"]
     # 2030-01-02 03:04:05 on this machine's clock
     assert done.end_time == str(int(time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1))))
 
 
-def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
+def test_without_an_answer_a_job_has_no_end_time_and_is_not_requeued(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=99)
     assert (done.code, done.end_time) == (STOPPED, "")
-    assert "not requeued; submit the same command again to resume" in done.said
+    assert "not requeued; submit the same command again to resume" in done.printed
     assert notes(submit) == ["7"]
 
 
@@ -182,7 +182,7 @@ def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
         (f"{BAD_INPUT}", []),
     ],
 )
-def test_notes_of_jobs_do_not_pile_up(submit: Path, end: str, left: list[str]) -> None:
+def test_notes_of_finished_jobs_are_deleted(submit: Path, end: str, left: list[str]) -> None:
     week_s = 7.5 * 24 * 3600
     forgotten, recent = (submit / "runs" / ".jobs" / name for name in ("5", "6"))
     for folder in (forgotten, recent):
@@ -193,7 +193,7 @@ def test_notes_of_jobs_do_not_pile_up(submit: Path, end: str, left: list[str]) -
     assert notes(submit) == sorted(["6", *left])
 
 
-def test_no_notes_are_taken_from_jobs_that_slurm_knows_or_does_not_tell(submit: Path) -> None:
+def test_notes_of_jobs_that_slurm_knows_are_kept_also_if_it_does_not_answer(submit: Path) -> None:
     for number in ("8", "88"):
         folder = submit / "runs" / ".jobs" / number
         folder.mkdir(parents=True)
@@ -223,18 +223,18 @@ def test_srun_is_given_the_type_that_fits_the_mpi_or_is_refused(
     done = job(submit, "train.sbatch", [f"{FINISHED}"], env={"LAUNCHER": "srun"})
     if wanted is None:
         assert (done.code, done.starts) == (BAD_INPUT, [])
-        assert "srun knows none of the --mpi types that join the ranks of this MPI (p" in done.said
+        assert "srun knows none of the --mpi types that join the ranks of this MPI (p" in done.printed
     else:
-        assert done.code == FINISHED, done.said
-        assert f"srun --mpi={wanted} " in done.said
+        assert done.code == FINISHED, done.printed
+        assert f"srun --mpi={wanted} " in done.printed
 
 
-def test_only_steps_that_were_killed_are_passed_over(submit: Path) -> None:
+def test_only_numbers_of_killed_steps_are_skipped(submit: Path) -> None:
     """Their numbers alone may have left shared memory behind."""
     passed_over = []
     for start, code in enumerate((STOPPED, STOPPED, 137, STOPPED, 137, STOPPED)):
         env = {"LAUNCHER": "srun", "SLURM_RESTART_COUNT": str(start)}
         done = job(submit, "train.sbatch", [f"{code} - {start}"], env=env)
-        assert done.starts, done.said
+        assert done.starts, done.printed
         passed_over.append(sum(call.endswith(" true") for call in done.calls))
     assert passed_over == [0, 0, 0, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""The job scripts on a SLURM of several nodes: wherever a job goes on, it ends with the same bits."""
+"""Job scripts on a SLURM of several nodes: a job may resume on other nodes, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import yaml
 from bits import differing
 from conftest import in_mpi_world
-from gates import Gates, gated_settings, run_undisturbed
-from nodes import Nodes, played
+from gates import Gates, gated_settings, run_uninterrupted
+from nodes import Nodes, simulated_nodes
 from processes import REPOSITORY
 from slurm import Job, Slurm, running_slurm
 
@@ -39,11 +39,11 @@ REFUSED = {
     "openmpi": {
         "none": (BAD_INPUT, NO_PMIX),
         "cray_shasta": (BAD_INPUT, NO_PMIX),
-        # some Open MPIs speak it; this one says itself that it does not
+        # some builds of Open MPI support it; this one prints that it does not
         "pmi2": (1, "OMPI was not built with SLURM's PMI support"),
     },
 }
-"""Types of `srun --mpi` that do not join the ranks, by MPI: exit code, and what is said."""
+"""Types of `srun --mpi` that do not join the ranks, by MPI: exit code and message."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class Submitted:
     command: list[str | Path]
     env: dict[str, str]
 
-    def ends_as(self, undisturbed: Path) -> None:
-        """Wait for the job's end, which has the bits of a run that nothing happened to."""
+    def ends_as(self, uninterrupted: Path) -> None:
+        """Wait for the job's end, which has the bits of an uninterrupted run."""
         self.job.wait()
         assert (self.job.state, self.job.exit_code) == ("COMPLETED", FINISHED), self.job.output
-        assert not differing(self.folder, undisturbed)
+        assert not differing(self.folder, uninterrupted)
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     if in_mpi_world():
         pytest.skip("an MPI world cannot start another one")
-    with played(3) as up:
+    with simulated_nodes(3) as up:
         yield up
 
 
@@ -83,8 +83,8 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), gated)
+def uninterrupted(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_uninterrupted(tmp_path_factory.mktemp("uninterrupted"), gated)
 
 
 @pytest.fixture(params=list(REFUSED))
@@ -114,7 +114,7 @@ def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *close
         gates, folder = Gates(base / f"gates-{launcher}"), base / launcher
         gates.close(*closed)
         command = ["--nodes=2", "--ntasks=4", "jobs/train.sbatch", *gated, "--out", folder]
-        # the default of many a cluster, which mpirun's own steps must not have
+        # the default of many clusters, which mpirun's own steps must not use
         job_env = {**env, **gates.env, "LAUNCHER": launcher, "SLURM_MPI_TYPE": "pmix"}
         jobs.append(Submitted(slurm.submit(*command, **job_env), gates, folder, command, job_env))
     for one in jobs:
@@ -122,8 +122,8 @@ def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *close
     return jobs
 
 
-def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
-    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, env: dict[str, str]
+def test_a_signalled_and_preempted_job_resumes_on_other_nodes(
+    slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     with slurm.drained(3):
         jobs = both(slurm, gated, env, tmp_path, 1, 2)
@@ -145,7 +145,7 @@ def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
             one.job.wait_for_start(3)
             one.gates.open(2)
         for one in jobs:
-            one.ends_as(undisturbed)
+            one.ends_as(uninterrupted)
             log = (one.folder / "log.txt").read_text()
             for number, names in enumerate(("n[1-2]", "n[1,3]", "n[2-3]"), 1):
                 start = f"SLURM job hpcfl {one.job.number}, start {number}, on {names}"
@@ -160,7 +160,7 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
     nodes: Nodes,
     slurm: Slurm,
     gated: list[str],
-    undisturbed: Path,
+    uninterrupted: Path,
     tmp_path: Path,
     env: dict[str, str],
     script_dies: bool,
@@ -170,7 +170,7 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
     try:
         with slurm.drained(spare):
             jobs = both(slurm, gated, env, tmp_path, 1)
-            # the other nodes hear no more of it
+            # the other nodes receive nothing more from it
             nodes.cut(dying)
             nodes[dying].die()
         for one in jobs:
@@ -178,7 +178,7 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
             one.job.wait_for_start(2)
             one.gates.open(1)
         for one in jobs:
-            one.ends_as(undisturbed)
+            one.ends_as(uninterrupted)
             assert "start 2, on n[1,3]" in one.job.output
             warned = f"{one.folder} was locked by pid "
             assert (warned in one.job.output) == script_dies
@@ -187,10 +187,10 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
         slurm.start_node(nodes[dying])
 
 
-def test_a_node_that_is_started_anew(
-    nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, env: dict[str, str]
+def test_a_run_resumes_after_one_of_its_nodes_restarts(
+    nodes: Nodes, slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    """mpirun's job fails before SLURM knows; srun's fails, too, or comes back, or its ranks give up."""
+    """mpirun's job fails before SLURM notices; srun's fails, too, or is requeued, or its ranks give up."""
     with slurm.drained(3):
         jobs = both(slurm, [*gated, "run.timeout=60"], env, tmp_path, 1)
         nodes[2].die()
@@ -201,18 +201,18 @@ def test_a_node_that_is_started_anew(
         for one in jobs:
             one.gates.open(1)
             one.job.wait()
-        assert (mpirun_s.state, mpirun_s.told("Restarts")) == ("FAILED", "0")
+        assert (mpirun_s.state, mpirun_s.field("Restarts")) == ("FAILED", "0")
         assert mpirun_s.exit_code not in (FINISHED, BAD_INPUT, STOPPED)
         for one in jobs:
-            goes_on = one
+            resumed = one
             if one.job.state == "FAILED":
-                goes_on = replace(one, job=slurm.submit(*one.command, **one.env))
-            goes_on.ends_as(undisturbed)
-            assert "resuming after round 1 of 3" in goes_on.job.output
+                resumed = replace(one, job=slurm.submit(*one.command, **one.env))
+            resumed.ends_as(uninterrupted)
+            assert "resuming after round 1 of 3" in resumed.job.output
 
 
 def test_every_type_of_srun_joins_the_ranks_or_is_refused(
-    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str, env: dict[str, str]
+    slurm: Slurm, gated: list[str], uninterrupted: Path, tmp_path: Path, mpi: str, env: dict[str, str]
 ) -> None:
     env = {**env, **Gates(tmp_path / "gates").env}
     listed = slurm.try_call("srun", "--mpi=list")
@@ -225,7 +225,7 @@ def test_every_type_of_srun_joins_the_ranks_or_is_refused(
         refused = REFUSED[mpi].get(kind.partition("_v")[0])
         if refused is None:
             assert done.returncode == FINISHED, done.stderr
-            assert not differing(folder, undisturbed)
+            assert not differing(folder, uninterrupted)
             continue
         code, line = refused
         assert (done.returncode, folder.exists()) == (code, False), done.stderr

@@ -1,4 +1,4 @@
-"""What the command line answers: exit codes, one line for each mistake, and the screen a user sees."""
+"""What the command line returns and prints: exit codes, one line for each mistake, the screen of a user."""
 
 from __future__ import annotations
 
@@ -154,30 +154,32 @@ COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
 """First words of commands that are no run."""
 
 
-@pytest.mark.parametrize(("words", "said"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_touches_nothing(
-    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_reported_with_one_line_and_changes_no_file(
+    words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert said in refused(capsys, *words)
+    assert expected in refused(capsys, *words)
     assert list(tmp_path.iterdir()) == []
     if words[0] in COMMANDS:
         return
     before = contents(finished)
     refused(capsys, *words, "--out", finished)
-    assert said in refused(capsys, *words, "--out", finished, "--fresh")
+    assert expected in refused(capsys, *words, "--out", finished, "--fresh")
     assert contents(finished) == before
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_a_model_beyond_memory_is_one_line(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_model_larger_than_memory_is_refused_with_one_line(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     # beyond any address space
     assert main([command, "model.name=mlp", "model.hidden=[1000000000000]"]) == OUT_OF_MEMORY
     (line,) = capsys.readouterr().err.splitlines()
     assert "is out of memory; try" in line
 
 
-def test_all_ways_to_type_a_run_are_the_same_run(
+def test_all_spellings_of_a_command_are_the_same_run(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = "data: {clients: 4, per_client: 20}\ntrain: {local_epochs: 1, rounds: 2}\n"
@@ -194,24 +196,26 @@ def test_all_ways_to_type_a_run_are_the_same_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["method.name=fedavg"], "(method.name: pfedla there, fedavg here)"),
         (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
         (["train.rounds=1"], "(train.rounds: 2 there, 1 here)"),
     ],
 )
-def test_another_configuration_than_the_folders_is_refused(
-    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str]
+def test_a_configuration_other_than_that_of_the_folder_is_refused(
+    words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(finished)
     message = refused(capsys, *TINY, *words, "--out", finished)
-    assert said in message
+    assert expected in message
     assert "--out DIR for another folder, or --fresh" in message
     assert contents(finished) == before
 
 
-def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_folders_that_are_no_run_folders_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "letters"
     folder.mkdir()
     (folder / "draft.txt").write_text("Dear")
@@ -230,12 +234,12 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    # which would tell the configuration as well
+    # which would contain the configuration as well
     (folder / "checkpoint.h5").unlink()
-    said = "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder"
+    expected = "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder"
     for text in ("train: {rounds: 3\n", "- 1\n", "train: 3\n"):
         (folder / "config.yaml").write_text(text)
-        assert said in refused(capsys, *TINY, "--out", folder)
+        assert expected in refused(capsys, *TINY, "--out", folder)
     assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
 
@@ -256,7 +260,7 @@ def test_a_folder_in_use_is_refused_and_not_moved_aside(
     ("command", "launcher"),
     [("run", "SLURM_STEP_NUM_TASKS"), ("doctor", "PMI_SIZE"), ("run", "OMPI_COMM_WORLD_SIZE")],
 )
-def test_one_of_several_single_worlds_is_refused(command: str, launcher: str, tmp_path: Path) -> None:
+def test_a_rank_alone_in_its_mpi_world_is_refused(command: str, launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     words = ["-m", "hpcfl.main", command, *TINY, "--out", str(tmp_path / "run")]
     done = run_forked(words, env={launcher: "4"}, check=False, timeout=60)
@@ -267,7 +271,7 @@ def test_one_of_several_single_worlds_is_refused(command: str, launcher: str, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
+def test_mistakes_under_mpirun_are_reported_once_and_no_rank_hangs(
     mpirun: Mpirun, finished: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "damaged.yaml").write_text("train: {rounds: 3\n")
@@ -310,7 +314,7 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert len({line for line in lines if line}) == len([line for line in lines if line])
 
 
-def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == FINISHED
     lines = capsys.readouterr().out.splitlines()
     kinds = ("method", "source", "partition", "model", "codec")
@@ -343,7 +347,7 @@ RUN = [*TINY, "--out", "run"]
         (RUN, full_disk, FINISHED),
     ],
 )
-def test_an_output_that_nobody_takes_is_no_error_message_and_ends_no_run(
+def test_a_closed_output_prints_no_error_and_ends_no_run(
     words: list[str],
     output: Callable[[], int],
     code: int,
@@ -358,13 +362,13 @@ def test_an_output_that_nobody_takes_is_no_error_message_and_ends_no_run(
     assert words != RUN or Run(Path("run")).is_finished
 
 
-def test_commands_are_written_as_typed() -> None:
+def test_commands_are_quoted_for_the_shell() -> None:
     assert command_line(["a.yaml", "data.normalise=[[0.5], [1]]"], 1) == (
         "hpcfl a.yaml 'data.normalise=[[0.5], [1]]'"
     )
 
 
-def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
+def test_a_terminal_shows_the_progress_and_the_result(tmp_path: Path) -> None:
     out = tmp_path / ("a_long_name" * 8)
     child, leader = forked_on_terminal(lambda: main([*TINY, "--out", str(out)]))
     seen = read_all(leader)
@@ -390,7 +394,7 @@ def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     assert lines[-2:] == ["open in a browser", f"  {out}/report.html"]
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"hpcfl {__version__}\n"

@@ -1,4 +1,4 @@
-"""Completion scripts in the shells that they are for."""
+"""Completion scripts in their shells."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_bash_completes_commands_options_files_keys_and_values(capsys: pytest.Ca
     assert completed("run", "method.name", "=") == list(METHODS)
 
 
-def test_zsh_completes_at_the_press_of_tab(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_completes_on_tab(capsys: pytest.CaptureFixture[str]) -> None:
     zsh = shutil.which("zsh")
     if zsh is None:
         pytest.skip("there is no zsh")

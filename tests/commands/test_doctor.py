@@ -1,4 +1,4 @@
-"""What `hpcfl doctor` finds on a machine, alone and as ranks, with real faults; it leaves nothing behind."""
+"""What `hpcfl doctor` finds, on one rank and on several, with real faults; it leaves no file behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpcfl.main import main
 SECTIONS = ("versions: ", "ranks  host ", "folder: ")
 
 
-def test_alone_it_is_fine_and_leaves_nothing(
+def test_the_doctor_finds_no_fault_on_one_rank_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -53,7 +53,7 @@ words = ["doctor", "--out", folder, "data.source=npz", "data.path=digits.npz", "
 rank = open_world().rank
 codes = [main(words)]
 print("AGAIN", flush=True)
-# what is wrong with one rank alone
+# faults of one rank only
 if rank == 2:
     os.chdir(folder)
 if rank == 1:
@@ -68,7 +68,7 @@ with open(f"{faults}/codes{rank}.json", "w") as file:
 """
 
 
-def test_three_ranks_and_faults_of_one_of_them(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_the_doctor_names_faults_of_one_of_three_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
     write_digits(tmp_path / "digits.npz")
     runs, faults = tmp_path / "runs", tmp_path / "faults"
     runs.mkdir()
@@ -98,7 +98,7 @@ def test_three_ranks_and_faults_of_one_of_them(mpirun: Mpirun, tmp_path: Path) -
     assert "ranks read different samples: copy the same files to every node" in other
 
 
-def test_a_read_only_folder_and_data_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_names_a_read_only_folder_and_missing_data(capsys: pytest.CaptureFixture[str]) -> None:
     # where root cannot write either
     words = ("--out", "/sys/runs", "data.source=npz", "data.path=missing.npz", "data.layout=NHWC")
     err = refused(capsys, "doctor", *words)
@@ -108,15 +108,17 @@ def test_a_read_only_folder_and_data_that_are_not_there(capsys: pytest.CaptureFi
     assert "missing.npz" in err
 
 
-def test_a_name_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_refuses_a_name_that_is_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / (300 * "x")
     expected = f"cannot write in {out}: File name too long; name a folder that can be written with --out DIR"
     assert expected in refused(capsys, "doctor", "--out", out)
-    said = f"hpcfl: error: {out}: File name too long; name another folder with --out DIR"
-    assert refused(capsys, "--out", out) == said
+    expected = f"hpcfl: error: {out}: File name too long; name another folder with --out DIR"
+    assert refused(capsys, "--out", out) == expected
 
 
-def test_a_file_system_without_locks_is_warned_of(
+def test_the_doctor_warns_of_a_file_system_without_locks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lockf(descriptor: int, command: int) -> None:
@@ -143,7 +145,7 @@ def rank(number: int, **changes: object) -> dict[str, object]:
     return common | {"cores": [0, 1], "node_cores": 2, "omp": "1", "free": 8e9} | changes
 
 
-def test_nodes_that_differ_are_named_with_rank_and_host() -> None:
+def test_the_doctor_names_rank_and_host_of_different_nodes() -> None:
     found = Findings()
     compare_nodes([rank(0), rank(1), rank(4, versions={"torch": "2.5", "MPI": "Open MPI 5"})], found)
     assert found.errors == [
@@ -152,7 +154,7 @@ def test_nodes_that_differ_are_named_with_rank_and_host() -> None:
     ]
 
 
-def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_warned_of() -> None:
+def test_the_doctor_warns_of_different_clocks_and_of_two_nodes_of_one_name() -> None:
     found, fine = Findings(), Findings()
     others = [rank(1, clock=1059.0), rank(4, clock=939.0), rank(5), rank(8, host="node0")]
     compare_nodes([rank(0), *others], found)
@@ -167,7 +169,7 @@ def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_warned_of() -> None
     assert fine == Findings()
 
 
-def test_ranks_that_have_the_same_share_a_row() -> None:
+def test_equal_ranks_share_a_row() -> None:
     ranks = [rank(0), rank(1, free=7e9), rank(2, omp="2"), rank(4, cores=[0, 2, 3], node_cores=8), rank(3)]
     assert rank_table(ranks)[1:] == [
         ["0-1,3", "node0", "cpu", "0-1 of 2", "1", "7 GB"],
@@ -177,7 +179,7 @@ def test_ranks_that_have_the_same_share_a_row() -> None:
     assert ranges([3, 0, 1, 2, 7]) == "0-3,7"
 
 
-def test_more_threads_than_cores() -> None:
+def test_the_doctor_warns_of_more_threads_than_cores() -> None:
     found, pinned = Findings(), Findings()
     check_cores([rank(number) for number in range(4)], 1, found)
     turns = "node0: 3 worker(s) of 1 thread(s) take turns on 2 cores: start fewer ranks"
@@ -193,7 +195,7 @@ def test_more_threads_than_cores() -> None:
     ]
 
 
-def test_a_worker_without_a_gpu() -> None:
+def test_the_doctor_names_a_worker_without_a_gpu() -> None:
     found, fine = Findings(), Findings()
     check_devices([rank(0), rank(1, device="cuda:0"), rank(4)], False, found)
     check_devices([rank(0), rank(1)], True, found)
@@ -203,7 +205,9 @@ def test_a_worker_without_a_gpu() -> None:
     assert fine == Findings()
 
 
-def test_a_job_that_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_warns_of_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = Findings()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     for end in (str(int(time.time()) + 7200), str(int(time.time()) + 300), ""):

@@ -1,4 +1,4 @@
-"""What `hpcfl plan` says before a run: clients by classes, the network, work, and the server's memory."""
+"""What `hpcfl plan` prints before a run: clients by classes, the network, work, and the server's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed_plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["plan", *words]) == FINISHED
     out, err = capsys.readouterr()
     assert err == ""
@@ -41,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    return told(capsys, "--no-timing", *words).splitlines()
+    return printed_plan(capsys, "--no-timing", *words).splitlines()
 
 
 def numbers(line: str) -> list[int]:
@@ -78,14 +78,14 @@ def test_the_table_of_clients_adds_up(
     assert len(lines[1]) <= 80
 
 
-def test_unseen_clients_come_last_and_their_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unseen_clients_come_last_and_their_cost_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["method.name=ditto", "data.per_client=40", "data.clients=5", "train.batch_size=9"]
     everyone = planned(capsys, *words)
     lines = planned(capsys, *words, "data.unseen_clients=0.4", "run.eval_every=4", "train.unseen_epochs=2")
     # numbers of client, mini-batches of 28 training samples
     names = [" ".join(line.split()[:-13]) for line in lines[2:7]]
     assert names == ["0", "1", "2", "unseen 3", "unseen 4"]
-    counts, of_everyone = (sorted(line.split()[-13:] for line in told[2:7]) for told in (lines, everyone))
+    counts, of_everyone = (sorted(line.split()[-13:] for line in shown[2:7]) for shown in (lines, everyone))
     assert counts == of_everyone
     assert lines[7].split() == everyone[7].split()
     assert "30 rounds of 3 of 3 clients, 5 local epochs, 8 evaluations" in lines
@@ -94,7 +94,7 @@ def test_unseen_clients_come_last_and_their_cost_is_told(capsys: pytest.CaptureF
     assert lines[-1] == f"workers' memory, theta: {5 * of_one:,} bytes in all, {of_one:,} a client"
 
 
-def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_models_count_as_memory_of_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("method.name=pfedla", "data.per_client=40", "method.server=sharded", "method.heads=low_rank")
     lines = planned(capsys, *keys)
     assert not any(line.startswith("server memory, theta") for line in lines)
@@ -102,15 +102,15 @@ def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str
     assert lines[-1] == f"workers' memory, theta: {10 * of_one:,} bytes in all, {of_one:,} a client"
 
 
-def test_a_server_larger_than_the_machine_is_told_and_refused(
+def test_a_server_larger_than_the_machine_is_planned_and_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(validate, "memory_bytes", lambda: 1_900_000)
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
     reason = planned(capsys, *keys)[-1]
-    told = "method.name=pfedla with data.clients=10 keeps 1.93 MB on the server (theta 548 kB, "
-    assert reason.startswith(told)
+    expected = "method.name=pfedla with data.clients=10 keeps 1.93 MB on the server (theta 548 kB, "
+    assert reason.startswith(expected)
     assert reason.endswith(
         "this machine, or its job, has 1.9 MB; use fewer clients, a larger machine, or what "
         "`hpcfl list keys method.pfedla` has to make it smaller"
@@ -123,7 +123,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
 
 @pytest.mark.warns
 @pytest.mark.parametrize("case", ["pfedla-sharded", "pfedla-adam", *DIFFERENT])
-def test_the_memory_that_is_told_is_the_memory_that_is_held(case: str) -> None:
+def test_the_planned_memory_is_the_memory_in_use(case: str) -> None:
     more = {"sharded": ["method.heads=low_rank", "method.server=sharded"], "adam": ["method.optimiser=adam"]}
     name, _, variant = case.partition("-")
     words = [f"method.name={name}", "data.per_client=40", "model.batchnorm=true", *more.get(variant, [])]
@@ -135,7 +135,7 @@ def test_the_memory_that_is_told_is_the_memory_that_is_held(case: str) -> None:
     assert state_bytes(method) == held
 
 
-# What a dry run tells
+# What a dry run prints
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     case: str, more: list[str], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*tiny_settings(digits), *method_settings(case), "run.checkpoint_every=1", *more]
-    text = told(capsys, *words)
+    text = printed_plan(capsys, *words)
     assert list(tmp_path.iterdir()) == []
     assert run_here(tmp_path / "run", [*words, "run.report=false"]) == FINISHED
     disk = r"disk: a checkpoint ([\d.]+ \w+), the last one ([\d.]+ \w+); .* at most ([\d.]+ \w+) without"
@@ -199,10 +199,12 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
     assert line in text if any(buffers) else "running statistics" not in text
 
 
-def test_fedavgs_bytes_by_hand_and_the_head_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_of_fedavg_and_the_head_of_a_script_equal_those_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["method.name=fedavg", "data.per_client=40", "data.clients=5", "train.participation=0.5"]
     more = ["train.rounds=10", "train.local_epochs=3", "run.device=cpu", "run.threads=1"]
-    text = told(capsys, *words, "--ranks", "4", "--ranks-per-node", "3", *more)
+    text = printed_plan(capsys, *words, "--ranks", "4", "--ranks-per-node", "3", *more)
     for line in (
         "model digits_cnn: 13,706 trainable numbers (conv1 160, conv2 4,640, fc1 8,256, fc2 650)",
         "10 rounds of 3 of 5 clients, 3 local epochs, 10 evaluations",
@@ -231,11 +233,11 @@ def test_fedavgs_bytes_by_hand_and_the_head_of_a_script(capsys: pytest.CaptureFi
     assert 1.2 * most < int(head["mem-per-cpu"].removesuffix("M")) < 1.5 * most + 100
 
 
-def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.device_count():
-        pytest.skip("says what is said where there is no GPU")
+        pytest.skip("needs a machine without a GPU")
     words = ["method.name=fedavg", "data.per_client=40", "train.rounds=20000000"]
-    text = told(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
+    text = printed_plan(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
     assert "of this machine, which has no GPU although run.device=cuda expects one: " in text
     for line in ("--ntasks=9", "--cpus-per-task=1", "--gpus-per-node=1", "--time=1-00:10:00"):
         assert f"\n#SBATCH {line}\n" in text
@@ -246,7 +248,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
     assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
 
 
-def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_that_diverges_is_reported_and_still_planned(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
     assert main(["plan", *keys, "run.on_divergence=skip"]) == FINISHED
     out, err = capsys.readouterr()
@@ -295,7 +297,7 @@ def planner_of(words: list[str], dry: DryRun = KNOWN, interconnect: Interconnect
     return Planner(config.run, make_method(config, arrays, parts), parts, dry, interconnect)
 
 
-def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
+def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     words = [*tiny_settings(digits), "method.name=ditto", "data.unseen_clients=0.3"]
     words += ["train.rounds=7", "run.eval_every=3", "run.checkpoint_every=2"]
     _, parts = load_data(load_config(None, words))
@@ -340,7 +342,7 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
         (13, 2, 5 + 100, 55 + 300),
     ],
 )
-def test_bytes_of_rank_0_by_ranks_and_nodes(
+def test_bytes_of_rank_0_depend_on_ranks_and_nodes(
     ranks: int, per_node: int, in_node: float, over_link: float
 ) -> None:
     load = Load(common=100, rows=60)
@@ -350,7 +352,7 @@ def test_bytes_of_rank_0_by_ranks_and_nodes(
     assert interconnect.seconds(2, load, 1) == 0
 
 
-def test_what_takes_most_of_a_round_limits_it() -> None:
+def test_the_longest_part_of_a_round_is_its_bottleneck() -> None:
     def limits(batch_s: float, bytes_a_s: float) -> list[str]:
         words = ["method.name=fedavg", "data.clients=6", "data.per_client=80"]
         interconnect = Interconnect(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
@@ -375,7 +377,7 @@ def test_under_mpirun_the_network_is_measured(mpirun: Mpirun, tmp_path: Path) ->
     assert text.count("#SBATCH --ntasks=3\n") == 1
 
 
-def test_visits_to_less_busy_workers_are_in_the_estimate() -> None:
+def test_the_estimate_includes_clients_moved_to_less_busy_workers() -> None:
     seconds = {}
     for placement in ("balanced", "home"):
         words = ["method.name=fedavg", "data.clients=20", "data.per_client=80", "train.participation=0.3"]

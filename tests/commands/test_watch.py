@@ -1,4 +1,4 @@
-"""`hpcfl watch` beside runs that go on, have been killed, or are finished."""
+"""`hpcfl watch` of runs that are running, have been killed, or are finished."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def going_on(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """Return the folder of a run that goes on, with evaluations, and its process."""
+def in_progress(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Return the folder of a run in progress, with evaluations, and its process."""
     folder = tmp_path / "a run"
     pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
     try:
@@ -69,10 +69,10 @@ def figures(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name}
 
 
-def test_a_run_that_goes_on_and_is_killed(
-    going_on: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
+def test_watch_shows_a_running_and_then_killed_run(
+    in_progress: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, pid = going_on
+    folder, pid = in_progress
     before = Run(folder).done
     shown = figures(watched(capsys, folder, "--once"))
     assert shown["run"] == str(folder)
@@ -114,19 +114,19 @@ sys.exit(main(["watch", folder]))
 """
 
 
-def test_nothing_is_opened_for_writing_and_no_lock_is_taken(going_on: tuple[Path, int]) -> None:
-    folder, _ = going_on
+def test_watch_opens_no_file_for_writing_and_takes_no_lock(in_progress: tuple[Path, int]) -> None:
+    folder, _ = in_progress
     done = run_forked(["-c", LOOK, str(folder)])
     read = set(re.findall("^read (.*)", done.stdout, re.MULTILINE))
     assert read == {"config.yaml", "metrics.csv", "log.txt", ".lock"}
     assert "state       running" in done.stdout
 
 
-def test_a_terminal_shows_how_it_goes_until_ctrl_c(
-    going_on: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
+    in_progress: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpcfl.commands.watch.PAUSE_S", 0.05)
-    folder, _ = going_on
+    folder, _ = in_progress
     child, leader = forked_on_terminal(lambda: main(["watch", str(folder)]))
     seen = ""
     try:
@@ -143,10 +143,10 @@ def test_a_terminal_shows_how_it_goes_until_ctrl_c(
     assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]
 
 
-def test_a_finished_run(
+def test_watch_shows_a_finished_run(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A terminal is left at once."""
+    """On a terminal it ends at once."""
     shown = figures(watched(capsys, finished))
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
     accuracy = Run(finished).metrics["accuracy_mean"][-1]
@@ -158,7 +158,7 @@ def test_a_finished_run(
     assert "state       finished" in watched(capsys, finished)
 
 
-def test_without_an_evaluation_there_is_none(
+def test_watch_shows_no_accuracy_before_the_first_evaluation(
     finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -173,7 +173,7 @@ def test_without_an_evaluation_there_is_none(
     assert line.split() == ["run", "stopped", "0/3", "-", "-"]
 
 
-def test_a_line_is_short_of_names_alone(
+def test_watch_shortens_only_names_in_a_line(
     finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / ("long" * 20)

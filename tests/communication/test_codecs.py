@@ -1,4 +1,4 @@
-"""What codecs send, what arrives, what it costs, and what clients keep of it.
+"""What codecs send, what arrives, how many bytes it counts, and what clients keep.
 
 Shapes: S clients of a cohort, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 """
@@ -92,7 +92,7 @@ def test_float16_rounds_and_saturates() -> None:
     assert traffic.layers.tolist() == [[6, 4, 8]]
 
 
-def test_float16_codes_every_number_but_whole_ones_and_keeps_types() -> None:
+def test_float16_codes_all_floats_but_no_integers_and_keeps_types() -> None:
     message = Message(
         shared={"theta": torch.full((P,), 1 / 3), "routes": torch.tensor([2**40])},
         per_client={BUFFERS: torch.full((2, 2), 1e5), "mix": torch.full((2, 3), 1 / 3, dtype=torch.float64)},
@@ -123,7 +123,7 @@ def test_int8_has_a_scale_for_each_layer() -> None:
     assert Wire("int8").down(theta(numbers))["theta"].tolist() == [expected]
 
 
-def test_int8_codes_clients_and_models_by_themselves() -> None:
+def test_int8_codes_each_client_and_each_model_separately() -> None:
     branches = torch.tensor([[[127.0] * P, [254.0] * P], [[1e-3] * P, [-5.0] * P]])
     branches[..., 0] = 1.2
     message = Message(per_client={"branches": branches}, num_clients=2)
@@ -133,7 +133,7 @@ def test_int8_codes_clients_and_models_by_themselves() -> None:
     torch.testing.assert_close(arrived[:, :, 3:], branches[:, :, 3:])
 
 
-def test_int8_codes_what_is_no_layer_with_one_scale_and_leaves_running_statistics_alone() -> None:
+def test_int8_codes_other_tensors_with_one_scale_and_does_not_change_running_statistics() -> None:
     rows = {"mix": torch.tensor([[[127.0, 0.6], [-3.2, 0.0]]]), BUFFERS: torch.tensor([[0.3, 127.0]])}
     arrived = Wire("int8").up(Message(per_client=rows | {"count": torch.tensor([3])}))
     assert arrived.per_client["mix"].tolist() == [[[127.0, 1.0], [-3.0, 0.0]]]
@@ -144,7 +144,7 @@ def test_int8_codes_what_is_no_layer_with_one_scale_and_leaves_running_statistic
     assert (traffic.buffers.tolist(), traffic.indices.tolist()) == ([8], [8])
 
 
-def test_int8_sends_differences_to_what_was_received_up_and_numbers_down() -> None:
+def test_int8_sends_differences_to_the_download_up_and_values_down() -> None:
     received = theta([1000.0] * P)
     trained = [1000.0, 1001.0, 1127.0, 1000.0, 1000.0, 873.0, 1000.25, 1000.75, 1000.0]
     arrived = Wire("int8").up(theta(trained), received)
@@ -155,12 +155,12 @@ def test_int8_sends_differences_to_what_was_received_up_and_numbers_down() -> No
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_layer_with_a_number_that_is_none_arrives_as_none_by_int8(bad: float) -> None:
+def test_int8_sends_a_layer_that_contains_nan_as_nan(bad: float) -> None:
     arrived = Wire("int8").up(theta([1.0, bad, 2.0, *[127.0] * 6])).per_client["theta"][0]
     assert arrived.isnan().tolist() == [True] * 3 + [False] * 6
 
 
-def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
+def test_topk_sends_the_largest_values_of_each_layer_and_remembers_the_rest() -> None:
     link = Wire("topk", topk_ratio=0.5)
     received = theta([1.0] * P)
     # differences 3, -1, 2 | 1, -1 (a tie) | 0, 4, 0.5, -5: two, one and two of them
@@ -177,7 +177,7 @@ def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
     assert not link.state[f"{UNSENT}theta"].any()
 
 
-def test_topk_without_memory_forgets_what_it_did_not_send() -> None:
+def test_topk_without_error_feedback_forgets_what_it_did_not_send() -> None:
     link = Wire("topk", topk_ratio=0.5, error_feedback=False)
     received, trained = theta([1.0] * P), theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
     assert link.up(trained, received)["theta"].tolist() == [[4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]]
@@ -185,7 +185,7 @@ def test_topk_without_memory_forgets_what_it_did_not_send() -> None:
     assert link.state == {}
 
 
-def test_topk_sends_what_has_no_counterpart_as_it_is() -> None:
+def test_topk_sends_tensors_without_a_counterpart_unchanged() -> None:
     shapes = {"theta": (P,), "branches": (3, P), "alpha": (4,), "figure": (), BUFFERS: (2,)}
     rows = {name: random(2, *shape) for name, shape in shapes.items()} | {"count": torch.tensor([3, 4])}
     received = {name: tensor + 1 for name, tensor in rows.items()}
@@ -205,7 +205,7 @@ def test_topk_sends_at_least_its_share_of_each_layer(share: float, sent: int) ->
     assert bytes_of(arrived).indices.tolist() == [4 * sent]
 
 
-def test_topk_takes_its_share_as_it_is_written() -> None:
+def test_topk_uses_the_decimal_value_of_its_share() -> None:
     codec = codec_of(CommConfig(codec="topk", topk_ratio=0.07), "up")
     layers = (Layer("a", 0, 100, 0, 0),)
     known = torch.ones(1, 1, dtype=torch.bool)
@@ -218,7 +218,7 @@ def test_topk_takes_its_share_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_layers_that_do_not_travel_arrive_as_zero_and_cost_nothing(codec: str) -> None:
+def test_layers_that_are_not_sent_arrive_as_zero_and_count_no_bytes(codec: str) -> None:
     keep = torch.tensor([[True, False, True], [False, True, True]])
     message = theta([3.0] * P, [5.0] * P, theta=keep)
     received = theta([1.0] * P, [1.0] * P)
@@ -237,7 +237,7 @@ def test_layers_that_do_not_travel_arrive_as_zero_and_cost_nothing(codec: str) -
         assert (arrived["theta"] != 0).sum(dim=1).tolist() == [7, 6]
 
 
-def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
+def test_topk_sends_layers_that_a_client_did_not_receive_in_full() -> None:
     """As with HeurpFedLA, whose clients keep a layer and upload all."""
     received = theta([1.0] * P, [1.0] * P, theta=torch.tensor([[True, False, True], [True, True, True]]))
     trained = theta([*range(2, 11)], [*range(2, 11)])
@@ -255,7 +255,7 @@ def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
     assert traffic.indices.tolist() == [8, 12]
 
 
-def test_layers_that_a_client_did_not_receive_count_as_zero_by_int8() -> None:
+def test_int8_takes_layers_that_a_client_did_not_receive_as_zero() -> None:
     received = theta([1000.0] * P, theta=torch.tensor([True, False, True]))
     arrived = Wire("int8").up(theta([1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4), received)
     assert arrived["theta"].tolist() == [[1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4]
@@ -264,7 +264,7 @@ def test_layers_that_a_client_did_not_receive_count_as_zero_by_int8() -> None:
 # What a run does with it
 
 
-def test_none_is_no_codec_and_directions_choose() -> None:
+def test_the_codec_none_changes_nothing_and_codecs_apply_to_their_directions() -> None:
     assert type(codec_of(CommConfig(), "up")) is type(codec_of(CommConfig(), "down")) is Codec
     for codec in ("float16", "int8"):
         for directions, coded in ((None, {"up", "down"}), ("both", {"up", "down"}), ("up", {"up"})):
@@ -308,7 +308,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.parametrize("case", sorted({*CODED, *(f"{method}-topk" for method in KINDS)}))
 @pytest.mark.warns
-def test_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
+def test_counted_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
     method, codec = case.split("-")
     # heurpfedla retains layers from the third round on
     keys = ["model.batchnorm=true", "data.per_client=20", f"comm.codec={codec}", "train.rounds=3"]
@@ -331,7 +331,7 @@ def test_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["float16", "int8"])
-def test_the_server_works_with_what_clients_decoded(codec: str) -> None:
+def test_the_server_uses_what_clients_decoded(codec: str) -> None:
     received: dict[tuple[int, int], Tensor] = {}
     known: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Messages come back as they were sent, for any number of ranks and any size of blocks.
+"""Messages arrive as they were sent, for any number of ranks and any size of blocks.
 
 Shapes: N = 5 clients, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 """
@@ -61,7 +61,7 @@ def cohort_of(clients: tuple[int, ...]) -> Cohort:
 
 
 def rows(cohort: Cohort, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return rows [S, *shape] that tell client and place: 1000 * client + 1, 2, 3, ..."""
+    """Return rows [S, *shape] that identify client and position: 1000 * client + 1, 2, 3, ..."""
     numbers = torch.arange(1, 1 + int(np.prod(shape))).view(shape)
     return torch.stack([1000 * client + numbers for client in cohort.clients]).to(dtype)
 
@@ -143,7 +143,7 @@ def rows_of(message: Message, own: list[int]) -> Message:
 @pytest.mark.mpi
 @pytest.mark.parametrize(("clients", "max_elements"), CUTS)
 @pytest.mark.parametrize("place", [at_home, away_from_home])
-def test_down_brings_each_rank_the_rows_of_its_clients(
+def test_a_download_gives_each_rank_the_rows_of_its_clients(
     clients: tuple[int, ...], max_elements: int, place: Place
 ) -> None:
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
@@ -174,7 +174,7 @@ def test_down_brings_each_rank_the_rows_of_its_clients(
 @pytest.mark.mpi
 @pytest.mark.parametrize(("clients", "max_elements"), CUTS)
 @pytest.mark.parametrize("place", [at_home, away_from_home])
-def test_up_brings_the_server_all_rows_in_client_order(
+def test_an_upload_gives_the_server_all_rows_in_client_order(
     clients: tuple[int, ...], max_elements: int, place: Place
 ) -> None:
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
@@ -202,7 +202,7 @@ def test_up_brings_the_server_all_rows_in_client_order(
 
 
 @pytest.mark.mpi
-def test_only_kept_layers_travel() -> None:
+def test_only_kept_layers_are_sent() -> None:
     world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
     keep = {"some": chosen(cohort), "body": torch.tensor([True, True, False])}
     whole = Message({}, {"some": rows(cohort, P), "body": rows(cohort, 2, P)}, keep, len(cohort))
@@ -222,7 +222,7 @@ def test_only_kept_layers_travel() -> None:
 
 
 @pytest.mark.mpi
-def test_empty_messages() -> None:
+def test_empty_messages_are_sent() -> None:
     world, cohort = CountingWorld(2**20), cohort_of(COHORTS[1])
     channel = Channel(world, LAYERS, N)
     own = own_part(cohort, world)
@@ -236,7 +236,7 @@ def test_empty_messages() -> None:
 
 
 @pytest.mark.mpi
-def test_an_upload_read_halfway_can_be_drained() -> None:
+def test_a_half_read_upload_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
     channel = Channel(world, LAYERS, N)
@@ -310,7 +310,7 @@ def upload_of(tensor: Tensor, *cuts: int) -> Upload:
     return GivenUpload([(block, Message(per_client={"theta": tensor[block]})) for block in blocks])
 
 
-def test_blocks_are_put_together_and_a_weighted_mean_worked_out() -> None:
+def test_blocks_are_joined_and_their_weighted_mean_equals_that_by_hand() -> None:
     rows = torch.tensor([[8.0, 0.0], [0.0, 16.0], [4.0, -2.0]])
     assert weighted_mean(upload_of(rows, 2), "theta", torch.tensor([1, 3, 4])).tolist() == [3.0, 5.0]
     assert torch.equal(upload_of(rows, 1, 2).collect()["theta"], rows)
@@ -321,7 +321,7 @@ def test_blocks_are_put_together_and_a_weighted_mean_worked_out() -> None:
 WEIGHTS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
 
 
-def test_a_weighted_mean_does_not_depend_on_order_or_cuts_and_is_the_nearest_float32() -> None:
+def test_a_weighted_mean_does_not_depend_on_order_or_blocks_and_is_the_nearest_float32() -> None:
     tensor = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # from 1e-6 to 1e2, so that the smallest have 27 bits less than the largest
     tensor = (tensor * 10 ** torch.linspace(-6, 2, 1001)).float()
@@ -336,19 +336,19 @@ def test_a_weighted_mean_does_not_depend_on_order_or_cuts_and_is_the_nearest_flo
 
 
 @pytest.mark.parametrize("largest", [1e-45, 1e-38, 3.4e38])
-def test_a_mean_of_equal_numbers_of_any_size_is_the_number(largest: float) -> None:
+def test_the_mean_of_equal_numbers_of_any_size_is_the_number(largest: float) -> None:
     numbers = torch.tensor([largest, -largest, 0.0]).repeat(7, 1)
     mean = weighted_mean(upload_of(numbers), "theta", WEIGHTS)
     torch.testing.assert_close(mean, numbers[0], rtol=2**-23, atol=0)
 
 
-def test_what_is_no_number_stays_in_its_place() -> None:
+def test_nan_and_infinity_stay_in_their_column() -> None:
     rows = torch.tensor([[1.0, torch.nan, 3.0, torch.inf], [3.0, 2.0, 1.0, -torch.inf]])
     mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))
     torch.testing.assert_close(mean, torch.tensor([2.0, torch.nan, 2.0, torch.nan]), equal_nan=True)
 
 
-def test_a_client_without_a_share_changes_nothing_however_large_its_numbers_are() -> None:
+def test_a_client_of_weight_zero_changes_nothing_however_large_its_numbers_are() -> None:
     rows = torch.tensor([[1.0, 2.0, 0.1], [1e30, torch.inf, torch.nan]])
     assert torch.equal(weighted_mean(upload_of(rows), "theta", torch.tensor([2, 0])), rows[0])
     old = {"theta": torch.zeros(2, 3)}
@@ -360,7 +360,7 @@ def test_a_client_without_a_share_changes_nothing_however_large_its_numbers_are(
     assert mean.tolist() == [1.0] * 3 + [2.0] * 2 + [1.0] * 4
 
 
-def test_a_large_number_takes_digits_from_its_own_block_of_columns_alone() -> None:
+def test_a_large_number_reduces_the_precision_of_its_own_block_only() -> None:
     rows = torch.full((2, 100_000), 1e-12)
     rows[0, 70_000] = 1e6
     mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))
@@ -369,7 +369,7 @@ def test_a_large_number_takes_digits_from_its_own_block_of_columns_alone() -> No
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_give_no_numbers(wrong: float) -> None:
+def test_nan_weights_give_nan(wrong: float) -> None:
     mean = weighted_mean(upload_of(torch.ones(3, 2)), "theta", torch.tensor([1.0, wrong, 1.0]))
     assert mean.isnan().all()
     assert weighted_mean(upload_of(torch.ones(2, 2)), "theta", torch.zeros(2)).isnan().all()
@@ -384,7 +384,7 @@ def layer_mean(tensor: Tensor, weights: Tensor, old: Tensor, total: Tensor | Non
     return layer_means(upload_of(tensor), {"theta": weights}, LAYERS, {"theta": old}, total)["theta"]
 
 
-def test_a_layer_mean_worked_out() -> None:
+def test_a_layer_mean_equals_that_by_hand() -> None:
     # the second client alone has layer b, and nobody has layer c
     weights = torch.tensor([[1, 0, 0], [3, 2, 0]])
     old = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 1e-30, -0.0, 9.0])
@@ -408,13 +408,13 @@ def test_a_layer_mean_may_be_divided_by_another_total() -> None:
     assert mean.tolist() == [2.0] * 3 + [1.0] * 2 + [0.0] * 4
 
 
-def test_numbers_without_a_weight_stay_out_of_a_layer_mean_even_if_they_are_none() -> None:
+def test_numbers_of_weight_zero_are_left_out_of_a_layer_mean_even_if_they_are_nan() -> None:
     old = torch.tensor([torch.nan] * 5 + [torch.inf] * 4)
     mean = layer_mean(torch.tensor([[1.0] * 5 + [torch.nan] * 4]), torch.tensor([[1, 1, 0]]), old)
     assert mean.tolist() == [1.0] * 5 + [torch.inf] * 4
 
 
-def test_means_of_clusters_worked_out_and_of_one_cluster_the_weighted_mean_to_the_bit() -> None:
+def test_means_of_clusters_equal_those_by_hand_and_one_cluster_has_the_weighted_mean_to_the_bit() -> None:
     rows = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([3, 1, 4, 1, 5])
     old = {"theta": torch.full((4, 30), 7.0)}
@@ -426,7 +426,7 @@ def test_means_of_clusters_worked_out_and_of_one_cluster_the_weighted_mean_to_th
     assert torch.equal(one[0], weighted_mean(upload_of(rows), "theta", weights))
 
 
-def test_a_mean_of_rows_worked_out() -> None:
+def test_a_mean_of_rows_equals_that_by_hand() -> None:
     assert mean_of(iter([torch.tensor([8.0]), torch.tensor([4.0])]), torch.tensor([1, 3])).tolist() == [5.0]
     with pytest.raises(ValueError, match="mean of no rows"):
         mean_of([], torch.ones(0))
@@ -448,7 +448,7 @@ def test_bytes_are_counted_by_client_and_layer() -> None:
     assert traffic.indices.tolist() == [0, 0]
 
 
-def test_statistics_whole_numbers_and_other_tensors_have_columns_of_their_own() -> None:
+def test_statistics_integers_and_other_tensors_have_their_own_columns() -> None:
     message = Message(
         shared={"routes": torch.zeros(3, dtype=torch.int64)},
         per_client={BUFFERS: torch.zeros(2, 6), "mix": torch.zeros(2, 5, dtype=torch.float64)},

@@ -1,4 +1,4 @@
-"""Rows of all clients spread over the workers: worked-out sums, and the bits of one rank that has them all.
+"""Rows of all clients distributed over the workers: sums by hand, and the bits of one rank that has them all.
 
 Tests marked mpi run under any number of ranks: see test_under_mpirun.py.
 """
@@ -64,7 +64,7 @@ def by_layer(whole: Tensor) -> Sequence[Tensor]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [1, 7])
-def test_mixtures_and_products_are_by_layer_and_have_the_bits_of_one_rank(
+def test_mixtures_and_products_of_layers_have_the_bits_of_one_rank(
     shared_world: Communicator, count: int
 ) -> None:
     weights, vectors = random(count, len(LAYERS), N).softmax(dim=-1), random(count, SIZE, seed=2)
@@ -83,7 +83,7 @@ def test_mixtures_and_products_are_by_layer_and_have_the_bits_of_one_rank(
 
 
 @pytest.mark.mpi
-def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) -> None:
+def test_stored_rows_are_the_mixed_ones(shared_world: Communicator) -> None:
     rows, new = rows_of(shared_world, models()), random(len(COHORT), SIZE, seed=3)
     one_hot = torch.eye(N).unsqueeze(1).expand(N, len(LAYERS), N)
 
@@ -98,7 +98,7 @@ def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) 
 
 
 @pytest.mark.mpi
-def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: Communicator) -> None:
+def test_shards_begin_with_blocks_and_contain_all_clients(shared_world: Communicator) -> None:
     shards = [shared_world.shard(N, worker, 4) for worker in range(shared_world.num_workers)]
     assert [client for shard in shards for client in shard] == list(range(N))
     assert all(shard.start % 4 == 0 or shard.start == N for shard in shards)

@@ -1,4 +1,4 @@
-"""Ranks that talk over a network, as those of several nodes do, and not by a machine's shared memory.
+"""Ranks that communicate over a network, as on several nodes, and not by shared memory.
 
 `-m nodes` runs tests of other files by `--transport`: collective tests, bits, resume, faults.
 """
@@ -25,7 +25,7 @@ WHOLE = [
 
 
 OF_MESSAGES = [path for path in COLLECTIVE if path.parent.name == "communication"]
-"""Files of collective tests that say something on two ranks."""
+"""Files of collective tests that are useful on two ranks."""
 
 
 def test_collective_tests_pass_over_ucx(mpirun_command: list[str]) -> None:
@@ -51,7 +51,7 @@ def test_a_run_over_ofi_has_the_bits_of_one_rank(
 @pytest.mark.nodes
 @pytest.mark.parametrize("tests", WHOLE)
 @pytest.mark.parametrize("transport", NETWORKS)
-def test_all_over_a_network(transport: str, tests: str) -> None:
+def test_collective_tests_pass_over_a_network(transport: str, tests: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--transport", transport, "-W", "error"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{tests}"]
     done = run_tree(command, timeout=3600, check=False)

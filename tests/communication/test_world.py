@@ -37,7 +37,7 @@ def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.mpi
-def test_roles(world: Communicator) -> None:
+def test_ranks_have_their_roles(world: Communicator) -> None:
     assert world.is_server is (world.rank == 0)
     assert world.is_worker is (world.size == 1 or world.rank > 0)
     assert world.num_workers == max(1, world.size - 1)
@@ -45,7 +45,7 @@ def test_roles(world: Communicator) -> None:
 
 
 @pytest.mark.mpi
-def test_shards_are_contiguous_and_even_and_homes_those_who_have_them(world: Communicator) -> None:
+def test_shards_are_contiguous_and_even_and_homes_are_the_ranks_that_host_them(world: Communicator) -> None:
     # more workers than items leave some without one
     for num_items in (0, 2, 23):
         shards = [world.shard(num_items, worker) for worker in range(world.num_workers)]
@@ -101,7 +101,7 @@ def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("max_elements", [3, 2**27])
-def test_broadcast(max_elements: int) -> None:
+def test_a_broadcast_sends_the_server_s_values_to_all_ranks(max_elements: int) -> None:
     world = open_world(max_elements)
     for dtype in DTYPES:
         expected = numbers(10, dtype).reshape(2, 5)
@@ -167,7 +167,7 @@ def test_tensors_mpi_cannot_send_are_refused() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("max_elements", [1, 2**27])
-def test_bytes(max_elements: int) -> None:
+def test_bytes_are_sent_and_received(max_elements: int) -> None:
     world = open_world(max_elements)
     assert world.broadcast_bytes(b"hello world" if world.is_server else None) == b"hello world"
     assert world.broadcast_bytes(b"" if world.is_server else None) == b""
@@ -178,13 +178,13 @@ def test_bytes(max_elements: int) -> None:
 
 
 @pytest.mark.mpi
-def test_maximum(world: Communicator) -> None:
+def test_the_maximum_over_ranks_is_known_to_all(world: Communicator) -> None:
     assert world.maximum(-5 - world.rank) == -5
     assert world.maximum(2**40 + world.rank) == 2**40 + world.size - 1
 
 
 @pytest.mark.mpi
-def test_agree_on_the_lowest_rank_with_an_error(world: Communicator) -> None:
+def test_ranks_agree_on_the_lowest_rank_with_an_error(world: Communicator) -> None:
     def fail(text: str, ranks: Sequence[int]) -> int:
         if world.rank in ranks:
             raise UserError(text)
@@ -198,7 +198,7 @@ def test_agree_on_the_lowest_rank_with_an_error(world: Communicator) -> None:
 
 
 @pytest.mark.mpi
-def test_devices(world: Communicator) -> None:
+def test_each_rank_has_its_device(world: Communicator) -> None:
     assert world.device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
         assert world.device("auto") == torch.device("cpu")
@@ -211,7 +211,7 @@ def test_devices(world: Communicator) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_waiting_leaves_the_cores_to_others(world: Communicator) -> None:
+def test_a_waiting_rank_uses_little_cpu_time(world: Communicator) -> None:
     world.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     if world.rank == world.size - 1:
@@ -225,7 +225,7 @@ def test_waiting_leaves_the_cores_to_others(world: Communicator) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_at_work_that_beats_is_waited_for() -> None:
+def test_a_busy_rank_that_sends_heartbeats_is_waited_for() -> None:
     world = open_world()
     with world.heartbeat_timeout(1.2):
         for busy in (world.size - 1, 0):
@@ -237,7 +237,7 @@ def test_a_rank_at_work_that_beats_is_waited_for() -> None:
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_rank_that_has_ended_hears_of_one_that_goes_on() -> None:
+def test_a_finished_rank_receives_heartbeats_of_a_running_one() -> None:
     world = open_world()
     assert world._comm is not None
     last = world.size - 1
@@ -255,7 +255,7 @@ def test_a_rank_that_has_ended_hears_of_one_that_goes_on() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_part_of_a_world_gives_its_communicator_back() -> None:
+def test_a_part_of_a_world_frees_its_communicator() -> None:
     """MPICH has 2,048 at once."""
     world = open_world()
     with world.part(2) as part:
@@ -267,7 +267,7 @@ def test_a_part_of_a_world_gives_its_communicator_back() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nodes_of_the_network_are_told_apart_by_their_memory() -> None:
+def test_nodes_are_distinguished_by_their_shared_memory() -> None:
     world = open_world()
     ranks_of_node = world.maximum(len(world.ranks_of_node()))
     world.host = f"host-{world.rank}"
@@ -277,7 +277,7 @@ def test_nodes_of_the_network_are_told_apart_by_their_memory() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_do_not_accumulate_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_BEAT_EVERY_S", 0.02)
     world = open_world()
     comm = world._comm
@@ -333,7 +333,7 @@ def test_a_waiting_server_sends_to_a_silent_rank_at_every_beat(monkeypatch: pyte
         (8, ["cuda:0 1", "cuda:1 1", "cuda:2 1", "cuda:3 1"]),
     ],
 )
-def test_workers_of_a_node_take_turns_at_its_gpus(
+def test_workers_of_a_node_are_distributed_over_its_gpus(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, of_four: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
@@ -383,7 +383,7 @@ SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
 
 
 @pytest.mark.parametrize(
-    ("library", "environment", "said"),
+    ("library", "environment", "expected"),
     [
         (MPICH, SRUN | PMIX, "speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`"),
         (MPICH, SRUN | PMI2, None),
@@ -395,14 +395,14 @@ SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
         ("Open MPI v4.1.4", SRUN | PMI2 | {"MPI_LOCALNRANKS": "2"}, "which Open MPI needs; "),
     ],
 )
-def test_an_mpi_that_does_not_speak_as_its_launcher_is_refused_before_it_ends_the_rank(
-    library: str, environment: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+def test_an_mpi_that_does_not_match_its_launcher_is_refused_before_it_ends_the_rank(
+    library: str, environment: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
+    with contextlib.nullcontext() if expected is None else pytest.raises(UserError, match=expected):
         check_foreign_launcher(library)
 
 
@@ -426,13 +426,13 @@ with abort_on_exception(world):
 
 
 @pytest.mark.parametrize("error", [UserError("no such file"), SystemExit(75), RuntimeError("serial")])
-def test_what_passes_through_in_a_serial_world(error: BaseException) -> None:
+def test_exceptions_pass_unchanged_in_a_serial_world(error: BaseException) -> None:
     with pytest.raises(type(error)) as passed, abort_on_exception(Communicator()):
         raise error
     assert passed.value is error
 
 
-def test_a_fault_of_one_of_several_ranks_is_told_as_one_alone_tells_it(
+def test_an_error_on_one_of_several_ranks_is_reported_like_that_of_a_single_rank(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Communicator()
@@ -440,7 +440,7 @@ def test_a_fault_of_one_of_several_ranks_is_told_as_one_alone_tells_it(
     with pytest.raises(SystemExit) as left, abort_on_exception(world):
         raise StorageError("/runs/a\x1b[2J\nb: " + 5000 * "x")
     assert left.value.code == StorageError.exit_code
-    said = capfd.readouterr().err
-    assert said.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
-    assert said.count("\n") == 1
-    assert len(said) < MAX_CHARACTERS + 50
+    printed = capfd.readouterr().err
+    assert printed.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
+    assert printed.count("\n") == 1
+    assert len(printed) < MAX_CHARACTERS + 50

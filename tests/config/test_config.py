@@ -1,4 +1,4 @@
-"""Keys and values: where they come from, what they default to, and what is refused how."""
+"""Keys and values: where they come from, what they default to, and how mistakes are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_nothing_given_is_pfedla_on_digits() -> None:
+def test_the_default_run_is_pfedla_on_digits() -> None:
     config = load_config(None, [])
     assert (config.method.name, config.data.source) == ("pfedla", "digits")
     assert (config.partition.name, config.model.name) == ("classes", "digits_cnn")
@@ -60,7 +60,7 @@ def test_a_group_left_empty_in_yaml_has_its_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path / "empty.yaml", ""), []) == load_config(None, [])
 
 
-def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
+def test_another_method_or_partition_needs_only_its_name(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.yaml",
         "method: {name: heurpfedla, k: 2, embedding: 7}\n"
@@ -75,7 +75,7 @@ def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
     assert refusal(file, "method.name=[fedavg]").startswith("method.name=['fedavg'] is unknown; allowed: ")
 
 
-def test_naming_another_model_is_enough(tmp_path: Path) -> None:
+def test_another_model_needs_only_its_name(tmp_path: Path) -> None:
     def options(file: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
         config = load_config(file, overrides)
         return config.model.name, config.model.options.model_dump()
@@ -91,7 +91,7 @@ def test_naming_another_model_is_enough(tmp_path: Path) -> None:
     assert "model.hidden=[9]" in refusal(mlp, "model.name=lenet", "model.hidden=[9]")
 
 
-def test_the_number_of_clients_is_ten_unless_the_source_brings_its_own(tmp_path: Path) -> None:
+def test_the_number_of_clients_is_ten_unless_the_source_has_its_own(tmp_path: Path) -> None:
     plain = load_config(None, [])
     assert plain.data.clients == 10
     assert load_config(None, ["data.clients=null"]) == plain
@@ -123,7 +123,7 @@ def test_defaults_may_depend_on_the_method(method: str, epochs: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_yaml_says_it_all(tmp_path: Path, method: str) -> None:
+def test_yaml_contains_the_whole_configuration(tmp_path: Path, method: str) -> None:
     words = [f"method.name={method}", "train.lr=1e-5", "data.partition.name=dominant"]
     config = load_config(None, [*words, "model.name=mlp", "model.hidden=[64, 32]"])
     file = write(tmp_path / "config.yaml", config.yaml() + "environment: {torch: 2, ranks: [a cpu loop]}\n")
@@ -149,7 +149,7 @@ def altered(config: Config, key: str) -> Config:
     return Altered(*(getattr(config, field.name) for field in dataclasses.fields(config)))
 
 
-def test_the_run_name_tells_configurations_apart() -> None:
+def test_different_configurations_have_different_run_names() -> None:
     config = load_config(None, ["method.name=fedavg", "run.seed=3"])
     assert config.run_name() == f"fedavg-digits-s3-{config.short_hash()}"
     keys = set(flatten(config.tree()))
@@ -161,12 +161,12 @@ def test_the_run_name_tells_configurations_apart() -> None:
     assert set(RESULT_NEUTRAL) - own == neutral
 
 
-def test_the_name_of_a_configuration_stays_what_it_was() -> None:
+def test_names_of_configurations_are_the_recorded_ones() -> None:
     assert load_config(None, []).run_name() == "pfedla-digits-s0-eea85792"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "expected"),
     [
         ("train.round=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("comm.keep=0.1", "comm.keep=0.1: this key is now comm.topk_ratio"),
@@ -207,21 +207,21 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("data.label_noise_clients=0.5", "=0.5 needs data.label_noise; set that, or data.label_noise_cl"),
     ],
 )
-def test_a_mistake_is_named_with_what_is_allowed(overrides: str, said: str) -> None:
+def test_a_mistake_is_named_with_what_is_allowed(overrides: str, expected: str) -> None:
     message = refusal(None, *overrides.split())
-    assert said in message
+    assert expected in message
     assert overrides.partition("=")[0].removesuffix(".x") in message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null"])
 def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
-    said = "is invalid; allowed: a list [VALUE,...], each VALUE an integer > 0 (default: [256])"
-    assert said in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
+    expected = "is invalid; allowed: a list [VALUE,...], each VALUE an integer > 0 (default: [256])"
+    assert expected in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("train: {rounds: 3\n", "is not YAML: while parsing a flow mapping"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
@@ -232,10 +232,10 @@ def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
         ("optimiser: {}\n", "optimiser= is an unknown key"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = write(tmp_path / "bad.yaml", text)
     message = refusal(file)
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert str(file) in message or "key" in message
 
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "File name too long" in refusal(tmp_path / f"{'n' * 300}.yaml")
 
 
-def test_what_is_no_configuration_is_told_how_to_use(tmp_path: Path) -> None:
+def test_a_file_that_is_no_configuration_is_refused_with_advice(tmp_path: Path) -> None:
     dots, table, run = tmp_path / "dots.yaml", tmp_path / "table.yaml", tmp_path / "run"
     dots.write_text("train.rounds: 2")
     assert refusal(dots).endswith("in a YAML file write train: {rounds: 2}")
@@ -272,7 +272,7 @@ def test_differences_name_the_keys_with_both_values() -> None:
     assert differences(old, old) == []
 
 
-def test_another_method_is_one_difference_and_so_is_a_key_that_one_side_has_unless_it_is_null() -> None:
+def test_another_method_counts_as_one_difference_and_a_key_of_one_side_unless_it_is_null() -> None:
     pfedla, fedavg = (load_config(None, [f"method.name={name}"]).tree() for name in ("pfedla", "fedavg"))
     assert differences(pfedla, fedavg) == ["method.name: pfedla there, fedavg here"]
     older = pfedla | {"run": {key: value for key, value in pfedla["run"].items() if key != "threads"}}

@@ -1,6 +1,6 @@
 """The experiments under configs/: every file loads, and its clients and its methods can be made.
 
-The sets themselves are not here, so pools stand in that have their image shapes and as many labels.
+The sets themselves are not here, so they are replaced by pools with their image shapes and numbers of labels.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ def pool(config: Config) -> Arrays:
     return Arrays(x, y, len(sizes), 255.0, zeros, ones, owner)
 
 
-DEALT: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
-"""What `dealt` has found, by the settings that it depends on."""
+PARTITIONED: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
+"""What `partitioned` has computed, by the settings that it depends on."""
 
 
-def dealt(config: Config) -> tuple[Arrays, list[ClientIndices]]:
+def partitioned(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Return a configuration's pool, and what each client gets of it."""
     key = f"{config.tree()['data']} {config.data_seed}"
-    if key not in DEALT:
+    if key not in PARTITIONED:
         arrays = pool(config)
-        DEALT[key] = arrays, partition_samples(config, arrays)
-    return DEALT[key]
+        PARTITIONED[key] = arrays, partition_samples(config, arrays)
+    return PARTITIONED[key]
 
 
 def classes_of_clients(arrays: Arrays, parts: list[ClientIndices]) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_every_file_is_expected() -> None:
 def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None:
     num_clients, cohort_size, classes_per_client = EXPECTED[name]
     config = load(name)
-    arrays, parts = dealt(config)
+    arrays, parts = partitioned(config)
     assert config.method.name == Path(name).parent.name
     assert (len(parts), config.train.cohort_size(len(parts))) == (num_clients, cohort_size)
     if classes_per_client is not None:
@@ -164,15 +164,15 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
 
 @pytest.mark.parametrize("name", ["fedmn/emnist_100clients.yaml", "fedmn/emnist_communication.yaml"])
 def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
-    arrays, parts = dealt(load(name))
+    arrays, parts = partitioned(load(name))
     assert sum(split_sizes(parts)) == 81_425
     sizes = class_table(arrays.y, parts, arrays.num_classes).sum(axis=0)
     np.testing.assert_allclose(sizes, np.bincount(arrays.y) / 10, atol=300)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/cifar10")])
-def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
-    assert split_sizes(dealt(load(name))[1]) == pytest.approx([40000, 10000, 10000], abs=40)
+def test_pfedmb_trains_on_40_thousand_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
+    assert split_sizes(partitioned(load(name))[1]) == pytest.approx([40000, 10000, 10000], abs=40)
 
 
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
@@ -180,7 +180,7 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     assert {cell.config.method.name for cell in cells} == set(METHODS)
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
-    arrays, parts = dealt(cells[0].config)
+    arrays, parts = partitioned(cells[0].config)
     assert [len(part.train) + len(part.test) for part in parts] == [600] * 10
     assert set(classes_of_clients(arrays, parts).sum(axis=1)) == {4}
     data = cells[0].config.tree()["data"]
@@ -195,7 +195,7 @@ def choices(cell: Cell) -> tuple[str, str, float]:
     return config.method.name, str(config.method.options), config.train.lr
 
 
-def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
+def test_a_table_states_that_the_values_of_its_baselines_were_tuned_on_validation_samples() -> None:
     baselines, steps, tuning = map(table_of, ("baselines", "baselines_steps", "baselines_tuning"))
 
     for cell in (*steps.cells, *tuning.cells):
@@ -232,7 +232,7 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
         ("pfedmb_table2_small", "pfedmb_tuning"),
     ],
 )
-def test_what_a_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
+def test_values_that_a_table_calls_tuned_were_tried(name: str, tuning: str) -> None:
     table, tried = table_of(name), table_of(tuning)
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
     tuned = {row.label: row.tuned for row in table.rows}
@@ -245,7 +245,7 @@ def test_what_a_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_with_tuned_rows_names_the_file_that_tried_them(name: str) -> None:
+def test_a_table_with_tuned_rows_names_the_file_of_their_tuning(name: str) -> None:
     table = table_of(Path(name).stem)
     if any(row.tuned and not row.tuned.startswith("none") for row in table.rows):
         tunings = re.findall(r"\w+_tuning\.yaml", comments(name))
@@ -265,14 +265,14 @@ def test_a_paper_s_table_has_its_numbers_and_its_clients_and_methods_can_be_made
         assert cell.config.train.last_batch == cut
         assert cell.config.data.path == ("FOLDER" if "femnist" in name else None)
     for cell in table.cells[: len(table.cells) // len(table.seeds)]:
-        found = dealt(cell.config)
+        found = partitioned(cell.config)
         # torchvision's take seconds
         if not isinstance(MODELS[cell.config.model.name], TorchvisionNet):
             make_method(cell.config, *found)
 
 
 def test_pfedla_s_toy_example_has_nine_classes() -> None:
-    owned = classes_of_clients(*dealt(table_of("pfedla_figure1").cells[0].config))
+    owned = classes_of_clients(*partitioned(table_of("pfedla_figure1").cells[0].config))
     assert owned.sum(axis=1).tolist() == [4] * 6
     assert owned.any(axis=0).sum() == 9
 
@@ -330,7 +330,7 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     path_of_table = FOLDER / "tables" / f"{name}.yaml"
     table = table_of(name) if rounds is None else Table(path_of_table, rounds=int(rounds))
     lines = read_csv(path)
-    # some results are of runs that a fixed data.seed gave one partition, and say so
+    # some results are of runs with one partition, by a fixed data.seed, and state it
     sizes = [line["size"].removesuffix("; one partition for all seeds") for line in lines]
     titles = [line["title"].partition(" (shrunk")[0] for line in lines]
     assert set(zip(titles, sizes, strict=True)) == {(table.title.partition(" (shrunk")[0], table.size or "")}
@@ -349,9 +349,9 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
         config = cell.config
         assert line["method"] == config.method.name
         # a line may name what has become a default since
-        used, said = flatten(config.tree()), named(line["settings"])
-        assert said == {key: used[key] for key in said}
-        assert named(settings(config.method, config.train.lr)).keys() <= said.keys()
+        used, stated = flatten(config.tree()), named(line["settings"])
+        assert stated == {key: used[key] for key in stated}
+        assert named(settings(config.method, config.train.lr)).keys() <= stated.keys()
         assert int(line["rounds"]) == config.train.rounds
         assert int(line["finetune_epochs"]) == config.train.finetune_epochs
         assert line["eval_split"] == config.run.eval_split

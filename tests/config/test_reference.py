@@ -1,4 +1,4 @@
-"""What `hpcfl list keys` says is so."""
+"""`hpcfl list keys` is correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def every_key() -> list[Key]:
     return keys()
 
 
-def test_every_key_has_a_meaning_in_words(every_key: list[Key]) -> None:
+def test_every_key_has_a_description(every_key: list[Key]) -> None:
     for key in every_key:
         assert len(re.findall(r"[A-Za-z]{2,}", key.meaning)) >= 3, key
         assert not key.meaning.endswith((".", ",", ";")), key
@@ -36,7 +36,7 @@ def test_every_key_has_a_meaning_in_words(every_key: list[Key]) -> None:
 
 
 @pytest.mark.parametrize("prefix", REGISTRIES.by_group)
-def test_every_key_of_every_configuration_is_there(every_key: list[Key], prefix: str) -> None:
+def test_every_key_of_every_configuration_is_listed(every_key: list[Key], prefix: str) -> None:
     for name in REGISTRIES.by_group[prefix].known:
         tree = load_config(None, [f"{prefix}.name={name}"]).tree()
         documented = {key.name for key in every_key if key.group in (*tree, f"{prefix}.{name}")}
@@ -56,11 +56,11 @@ def test_the_documented_default_is_the_real_one(every_key: list[Key]) -> None:
         assert key.default is not None
         assert yaml.safe_load(key.default) == real[key.group][key.name], key
         assert key.default in (key.values or key.default), key
-        # a default in words says what null stands for
+        # a default in words explains null
         assert key.default == "null" or "default:" not in key.meaning.lower(), key
 
 
-def test_the_default_number_of_clients_is_told_in_words(every_key: list[Key]) -> None:
+def test_the_default_number_of_clients_is_explained(every_key: list[Key]) -> None:
     (key,) = [key for key in every_key if key.name == "data.clients"]
     assert load_config(None, []).data.clients == DEFAULT_CLIENTS
     assert f"default: {DEFAULT_CLIENTS}," in key.meaning

@@ -1,4 +1,4 @@
-"""LEAF's and PFLlib's files: exact values back, and what is said of files that are unfit."""
+"""LEAF's and PFLlib's files: exact values, and errors on unfit files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_femnist_keeps_the_split_of_leaf(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scaled(arrays), np.float32(images))
 
 
-def test_femnist_keeps_every_255th_as_a_byte_and_other_values_as_floats(tmp_path: Path) -> None:
+def test_femnist_stores_multiples_of_1_255_as_bytes_and_other_values_as_floats(tmp_path: Path) -> None:
     every_byte = np.resize(np.arange(256) / 255, 784).tolist()
     leaf_file(tmp_path, "0.json", {"a": {"x": [every_byte], "y": [0]}})
     assert femnist(tmp_path).x.dtype == np.uint8
@@ -103,7 +103,7 @@ IMAGE = [0.0] * 784
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b"{", r"cannot be read as JSON \(JSONDecodeError"),
         (b"\xff\xfe\x00", r"cannot be read as JSON \(UnicodeDecodeError"),
@@ -122,17 +122,17 @@ IMAGE = [0.0] * 784
         ({"x": [IMAGE], "y": [62]}, r"writer a: y holds labels 62..62; allowed: 0..61"),
     ],
 )
-def test_unfit_leaf_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_unfit_leaf_files_are_refused(content: Any, expected: str, tmp_path: Path) -> None:
     if isinstance(content, dict) and content.keys() & {"x", "y"}:
         content = {"users": ["a"], "user_data": {"a": content}}
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     (tmp_path / "f.json").write_bytes(text)
-    assert_refused(femnist, tmp_path, f": f.json: {said}")
+    assert_refused(femnist, tmp_path, f": f.json: {expected}")
 
 
-def assert_refused(read: Callable[[Path], Arrays], folder: Path, said: str) -> None:
-    """Fail unless a folder is refused with one line that says this."""
-    with pytest.raises(UserError, match=f"^data.path={folder}.*{said}.*$"):
+def assert_refused(read: Callable[[Path], Arrays], folder: Path, expected: str) -> None:
+    """Fail unless a folder is refused with one line that contains this."""
+    with pytest.raises(UserError, match=f"^data.path={folder}.*{expected}.*$"):
         read(folder)
 
 
@@ -189,7 +189,7 @@ def test_pfllib_is_read_client_by_client(tmp_path: Path) -> None:
         np.arange(240, dtype=np.float16).reshape(2, 3, 4, 10)[..., ::2],
     ],
 )
-def test_pfllib_of_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
+def test_pfllib_files_may_have_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
     part = {"x": x, "y": np.array([0, 1], np.uint8)}
     pfllib_folder(tmp_path, [part], [part])
     arrays = pfllib(tmp_path)
@@ -239,7 +239,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("place", ["array", "beside", "label"])
-def test_a_pickle_that_wants_to_run_code_is_refused(place: str, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused(place: str, tmp_path: Path) -> None:
     trap = tmp_path / "created"
     part = client([0, 1], 0)
     pfllib_folder(tmp_path, [part], [part])
@@ -291,7 +291,7 @@ GOOD = client([0, 1], 0)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ({"x": GOOD["x"]}, "has no field 'y'"),
         ([1, 2], r"cannot be read \(ValueError: data is int64 of shape \(2,\), not one dict"),
@@ -305,10 +305,10 @@ GOOD = client([0, 1], 0)
         ({**GOOD, "x": GOOD["x"][:, :, 1:]}, r"holds float32 samples of shape \(3, 3, 5\), train/0.npz"),
     ],
 )
-def test_unfit_pfllib_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+def test_unfit_pfllib_files_are_refused(content: Any, expected: str, tmp_path: Path) -> None:
     with np.errstate(invalid="ignore"):
         pfllib_folder(tmp_path, [GOOD, content], [GOOD, GOOD])
-    assert_refused(pfllib, tmp_path, f": train/1.npz:? {said}")
+    assert_refused(pfllib, tmp_path, f": train/1.npz:? {expected}")
 
 
 def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
@@ -318,16 +318,16 @@ def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 255
     pickled = pickle.dumps(np.array(GOOD, dtype=object), 4)
-    said = r": train/0.npz: cannot be read \(.*PFLlib's"
+    expected = r": train/0.npz: cannot be read \(.*PFLlib's"
     for content in (b"", b"no zip", whole[:-50], bytes(flipped)):
         file.write_bytes(content)
-        assert_refused(pfllib, tmp_path, said)
+        assert_refused(pfllib, tmp_path, expected)
     for content in (b"", pickled[:-200], pickle.dumps({"x": 1}, 4), b"\x80\x04N."):
         npz_of_pickle(file, content)
-        assert_refused(pfllib, tmp_path, said)
+        assert_refused(pfllib, tmp_path, expected)
     with file.open("wb") as stream:
         np.savez_compressed(stream, x=GOOD["x"], y=GOOD["y"])
-    assert_refused(pfllib, tmp_path, said)
+    assert_refused(pfllib, tmp_path, expected)
 
 
 def test_unfit_pfllib_folders_are_refused(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def refusal(path: str, keys: str) -> str:
     """Return the line with which a table is refused, without its path."""
     with pytest.raises(UserError) as caught:
         read(path, keys)
-    said = str(caught.value)
-    assert "\n" not in said
-    return said.removeprefix(f"data.path={path}: ")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"data.path={path}: ")
 
 
-def test_features_and_classes_by_hand(tmp_path: Path) -> None:
+def test_features_and_classes_equal_those_by_hand(tmp_path: Path) -> None:
     arrays = read(table(tmp_path, TABLE), "target=kind categorical=[job,town]")
     # age, baker, "cook, old", nurse, hours, works, towns 3, 7 and 10
     expected = [
@@ -82,7 +82,7 @@ def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> N
     assert arrays.sample == SampleType((6,))
 
 
-def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> None:
+def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     text = "a,b,job,y\n1,,nurse,0\n3,2,,1\n,4,cook,0\n5,6,cook,1\n,7,cook,0\n"
     path = table(tmp_path, text)
     keys = "target=y categorical=[job]"
@@ -94,8 +94,8 @@ def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> Non
     dropped = read(table(tmp_path, text + whole, name="more.csv"), f"{keys} missing=drop")
     assert dropped.x.tolist() == [[5, 6, 1, 0], [7, 1, 1, 0], [8, 2, 0, 1], [9, 3, 1, 0]]
     assert dropped.y.tolist() == [1, 0, 1, 0]
-    said = refusal(path, f"{keys} missing=mean")
-    assert said.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
+    message = refusal(path, f"{keys} missing=mean")
+    assert message.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
     means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), f"{keys} missing=mean")
     assert means.x[:, 0].tolist() == [1, 3, 3, 5, 3]
     assert means.x[:, 1].tolist() == [4.75, 2, 4, 6, 7]
@@ -103,7 +103,7 @@ def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> Non
     assert "(b 1)" in refusal(table(tmp_path, "y,b\n0,1\n1\n0,1\n1,2\n"), "target=y")
 
 
-def test_it_is_normalised_by_the_training_rows_and_trains(tmp_path: Path) -> None:
+def test_a_run_normalises_by_the_training_rows(tmp_path: Path) -> None:
     stream = np.random.default_rng(0)
     y = stream.integers(2, size=80)
     rows = zip(100 * y + stream.normal(size=80), stream.normal(size=80), y, np.arange(80) % 4, strict=True)
@@ -125,7 +125,7 @@ MANY = ",".join(f"c{number}" for number in range(12))
 
 
 @pytest.mark.parametrize(
-    ("text", "keys", "said"),
+    ("text", "keys", "expected"),
     [
         (TABLE, "", "data.target is not set: data.source=csv needs data.target=COLUMN"),
         (TABLE, "target=class", "data.target: unknown column class; allowed: age, job, hours, w"),
@@ -157,12 +157,12 @@ MANY = ",".join(f"c{number}" for number in range(12))
         (b'a,y\n"1,2\n', "target=y", "cannot be read as a CSV file ("),
     ],
 )
-def test_unfit_tables_are_refused(text: str | bytes, keys: str, said: str, tmp_path: Path) -> None:
-    assert said in refusal(table(tmp_path, text), keys)
+def test_unfit_tables_are_refused(text: str | bytes, keys: str, expected: str, tmp_path: Path) -> None:
+    assert expected in refusal(table(tmp_path, text), keys)
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ("source=digits path=null", "data.target=kind needs data.source=csv; set that, or data.target=null"),
         ("client_column=town", "data.client_column=town needs data.partition.name=given; set that, or data."),
@@ -170,18 +170,20 @@ def test_unfit_tables_are_refused(text: str | bytes, keys: str, said: str, tmp_p
         ("missing=zero", "data.missing=zero is invalid; allowed: mean, "),
     ],
 )
-def test_keys_that_would_have_no_effect_are_refused(keys: str, said: str, tmp_path: Path) -> None:
+def test_keys_that_would_have_no_effect_are_refused(keys: str, expected: str, tmp_path: Path) -> None:
     path = table(tmp_path, TABLE)
     assert load_config(None, settings(path, "target=kind")).partition.name == "dirichlet"
-    assert refusal(path, f"target=kind {keys}").startswith(said)
+    assert refusal(path, f"target=kind {keys}").startswith(expected)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path), "target=y") == "no such file; name a CSV file, such as FILE.csv"
 
 
-def test_without_pandas_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    said = refusal(table(tmp_path, TABLE), "target=kind")
-    assert said.startswith("data.source=csv needs the package pandas (")
-    assert said.endswith('; install it with: pip install -e ".[tables]"')
+    message = refusal(table(tmp_path, TABLE), "target=kind")
+    assert message.startswith("data.source=csv needs the package pandas (")
+    assert message.endswith('; install it with: pip install -e ".[tables]"')

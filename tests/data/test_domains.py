@@ -76,7 +76,7 @@ def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path)
     assert arrays.num_classes == 2
 
 
-def test_images_are_brought_to_one_size(tmp_path: Path) -> None:
+def test_images_are_resized_to_one_size(tmp_path: Path) -> None:
     picture(tmp_path / "large" / "one" / "0.png", np.repeat([[0, 0, 80, 80]], 4, axis=0))
     picture(tmp_path / "small" / "one" / "0.png", [[5, 6], [7, 8]])
     with pytest.raises(UserError, match=r"of 2 sizes, from 2x2 to 4x4; .*data.image_size, such as .*=2$"):
@@ -105,7 +105,7 @@ def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path:
     assert len(np.unique(taken)) == len(taken)
 
 
-def test_domains_draw_from_streams_of_their_own(tmp_path: Path) -> None:
+def test_each_domain_has_its_own_random_stream(tmp_path: Path) -> None:
     same = {"x": np.zeros((60, 4, 4), np.uint8), "y": np.arange(60) % 2}
     path = npz_folder(tmp_path, a=same, b=same, c=same)
     words = words_of(path, "data.clients=6", "data.partition.name=dirichlet")
@@ -149,7 +149,7 @@ def test_a_plan_names_the_domain_of_each_client(tmp_path: Path, capsys: pytest.C
     assert ["all", "60", "60", "86", "0", "34"] in lines
 
 
-def test_results_of_a_table_tell_domains_apart(tmp_path: Path) -> None:
+def test_results_of_a_table_distinguish_domains(tmp_path: Path) -> None:
     path = npz_folder(tmp_path)
     (tmp_path / "two.yaml").write_text(
         f"settings:\n  data: {{source: domains, path: {path}, clients: 4}}\n  model: {{name: mlp}}\n"
@@ -174,7 +174,7 @@ LABELS = np.array([0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "expected"),
     [
         ({"x": GREY.astype(np.float32)}, r"of several types \(a uint8, b float32, c uint8\)"),
         ({"x": np.zeros((4, 2, 4, 4), np.uint8)}, r"images have \[1, 2\] channels; allowed: one number, or"),
@@ -184,9 +184,9 @@ LABELS = np.array([0, 1, 0, 1])
         ({"client": LABELS}, "data.source=domains has no use for its array client; save the file"),
     ],
 )
-def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+def test_unfit_npz_files_are_refused(arrays: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
     path = npz_folder(tmp_path, b={"x": GREY, "y": LABELS} | arrays)
-    with pytest.raises(UserError, match=f"^data.path={path}(/b.npz)?: .*{said}") as caught:
+    with pytest.raises(UserError, match=f"^data.path={path}(/b.npz)?: .*{expected}") as caught:
         read(path, layout="NCHW")
     assert "\n" not in str(caught.value)
 
@@ -223,11 +223,11 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     path = npz_folder(tmp_path, b={"y": np.zeros(40, np.int64)})
     of_two = ["data.partition.name=classes", "data.partition.classes_per_client=2"]
-    for more, said in (
+    for more, expected in (
         (["data.clients=2"], "data.clients=2: the source has 3 domains, and each needs a client; set data."),
         (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples"),
     ):
-        with pytest.raises(UserError, match=f"^{said}.*$"):
+        with pytest.raises(UserError, match=f"^{expected}.*$"):
             load_data(load_config(None, words_of(path, *more)))
     with pytest.raises(UserError, match=r"^data.image_size=8 needs data.source=domains; set that"):
         load_config(None, ["data.image_size=8"])

@@ -17,13 +17,13 @@ def noise_of(num_clients: int = 10, num_classes: int = 5, **keys: float) -> Labe
     return found
 
 
-def test_without_the_key_there_is_none() -> None:
+def test_without_the_key_no_label_is_changed() -> None:
     assert LabelNoise.from_config(DataConfig(), 3, 10, 5) is None
     assert DataConfig(label_noise=0.0).label_noise is None
 
 
 @pytest.mark.parametrize(("share", "wrong"), [(0.3333, 333), (1.0, 1000), (0.0004, 0)])
-def test_the_share_of_labels_becomes_another_class(share: float, wrong: int) -> None:
+def test_the_given_share_of_labels_becomes_another_class(share: float, wrong: int) -> None:
     y = np.arange(1000) % 5
     found = noise_of(label_noise=share).noisy(y, 7)
     assert (found != y).sum() == wrong
@@ -38,7 +38,7 @@ def test_each_other_class_is_equally_likely() -> None:
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.25, 3), (1.0, 10)])
-def test_the_share_of_clients_has_it(share: float, count: int) -> None:
+def test_the_given_share_of_clients_has_wrong_labels(share: float, count: int) -> None:
     noise, y = noise_of(label_noise=0.5, label_noise_clients=share), np.arange(40) % 5
     noisy = [client for client in range(10) if (noise.noisy(y, client) != y).any()]
     assert len(noisy) == count
@@ -48,7 +48,7 @@ def test_the_share_of_clients_has_it(share: float, count: int) -> None:
     assert len(other.clients) == count
 
 
-def test_training_labels_alone_are_wrong_in_a_run() -> None:
+def test_only_training_labels_are_wrong_in_a_run() -> None:
     keys = ["method.name=fedavg", "data.unseen_clients=0.25", "train.rounds=1", "data.val_fraction=0.2"]
     right, wrong = Run(*keys), Run(*keys, "data.label_noise=0.5")
     for of_right, of_wrong in ((right.workplace, wrong.workplace), (right.unseen, wrong.unseen)):

@@ -1,4 +1,4 @@
-"""Who gets which samples: worked-out deals and sizes, and every refusal."""
+"""Which client gets which samples: partitions and sizes by hand, and every refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STRATIFIED = [name for name, kind in PARTITIONS.items() if kind.stratified]
 NOT_STRATIFIED = [name for name in PARTITIONS if name not in STRATIFIED]
 
 
-def deal(
+def assign(
     name: str,
     options: Mapping[str, Any] | None = None,
     *,
@@ -58,7 +58,7 @@ def deal(
 
 def table_of(name: str, options: Mapping[str, Any] | None = None, **arguments: Any) -> np.ndarray:
     y, num_classes = arguments.get("y", TEN_CLASSES), arguments.get("num_classes", 10)
-    return class_table(y, deal(name, options, **arguments), num_classes)
+    return class_table(y, assign(name, options, **arguments), num_classes)
 
 
 def all_indices(parts: list[ClientIndices]) -> np.ndarray:
@@ -81,7 +81,7 @@ def same(one: list[ClientIndices], other: list[ClientIndices]) -> bool:
     ("clients", "classes", "per_client"),
     [(2, 10, 5), (100, 10, 4), (10, 10, 9), (7, 10, 10), (13, 7, 5), (3, 100, 12), (5, 3, 1)],
 )
-def test_deal_is_balanced_and_gives_no_client_a_class_twice(
+def test_classes_are_assigned_evenly_and_no_client_gets_a_class_twice(
     clients: int, classes: int, per_client: int
 ) -> None:
     owned = balanced_classes(clients, classes, per_client, seed=1)
@@ -92,21 +92,21 @@ def test_deal_is_balanced_and_gives_no_client_a_class_twice(
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_no_sample_is_used_twice_and_who_has_which_depends_on_the_seed_alone(name: str) -> None:
-    parts = deal(name, val_fraction=0.2)
+def test_no_sample_is_assigned_twice_and_the_partition_depends_only_on_the_seed(name: str) -> None:
+    parts = assign(name, val_fraction=0.2)
     used = all_indices(parts)
     assert len(set(used.tolist())) == len(used)
     assert used.dtype == np.int64
     assert used.min() >= 0
     assert used.max() < len(TEN_CLASSES)
     # the same seed gives the same partition, another one another
-    assert same(parts, deal(name, val_fraction=0.2))
-    assert not same(parts, deal(name, val_fraction=0.2, seed=2))
+    assert same(parts, assign(name, val_fraction=0.2))
+    assert not same(parts, assign(name, val_fraction=0.2, seed=2))
 
 
 @pytest.mark.parametrize("name", STRATIFIED)
 def test_train_validation_and_test_have_the_same_class_proportions(name: str) -> None:
-    for part in deal(name, val_fraction=0.2):
+    for part in assign(name, val_fraction=0.2):
         train, val, test = (np.array(by_class(of)) for of in (part.train, part.val, part.test))
         np.testing.assert_array_equal(train + val, np.floor((train + val + test) * 0.7 + 0.5 + 1e-9))
         np.testing.assert_array_equal(val, np.floor((train + val) * 0.2 + 0.5 + 1e-9))
@@ -114,7 +114,7 @@ def test_train_validation_and_test_have_the_same_class_proportions(name: str) ->
 
 @pytest.mark.parametrize("name", NOT_STRATIFIED)
 def test_the_split_of_pfllib_and_fedem_is_exact_by_client_and_not_by_class(name: str) -> None:
-    parts = deal(name, val_fraction=0.2)
+    parts = assign(name, val_fraction=0.2)
     for part in parts:
         total = len(part.train) + len(part.val) + len(part.test)
         kept = int(np.floor(0.7 * total + 0.5 + 1e-9))
@@ -127,19 +127,19 @@ def test_the_split_of_pfllib_and_fedem_is_exact_by_client_and_not_by_class(name:
     assert (np.abs(train - 0.7 * whole) <= 5 * np.sqrt(0.21 * whole) + 1).all()
 
 
-def test_the_partitions_that_are_not_stratified() -> None:
+def test_only_some_partitions_are_not_stratified() -> None:
     assert NOT_STRATIFIED == ["pathological", "dirichlet_pfllib", "mixture", "pachinko", "given"]
 
 
 @pytest.mark.parametrize(
     "name", ["dirichlet", "iid", "pathological", "dirichlet_pfllib", "mixture", "pairs", "pachinko", "given"]
 )
-def test_all_samples_are_dealt_when_the_sizes_allow_it(name: str) -> None:
-    assert sorted(all_indices(deal(name))) == list(range(6000))
+def test_all_samples_are_assigned_if_the_sizes_allow_it(name: str) -> None:
+    assert sorted(all_indices(assign(name))) == list(range(6000))
 
 
 def test_classes_takes_the_largest_equal_amount_by_default() -> None:
-    parts, table = deal("classes"), table_of("classes")
+    parts, table = assign("classes"), table_of("classes")
     assert sorted(table.ravel()) == [0] * 60 + [150] * 40
     assert [(len(part.train), len(part.val), len(part.test)) for part in parts] == [(420, 0, 180)] * 10
     assert table.sum(axis=0).tolist() == [600] * 10
@@ -151,15 +151,15 @@ def test_classes_counts_the_demand_for_the_smallest_class() -> None:
     assert sorted(table.ravel()) == [0] * 3 + [5] * 6
 
 
-def test_classes_with_a_client_size() -> None:
-    parts = deal("classes", {"classes_per_client": 2}, clients=5, per_client=40, val_fraction=0.25)
+def test_classes_accepts_a_size_of_clients() -> None:
+    parts = assign("classes", {"classes_per_client": 2}, clients=5, per_client=40, val_fraction=0.25)
     # 20 a class: 14 kept, of which round(3.5) = 4 for validation, and 6 for the test.
     assert [(len(part.train), len(part.val), len(part.test)) for part in parts] == [(20, 8, 12)] * 5
 
 
-def test_dominant_sizes_of_pfedla() -> None:
+def test_dominant_has_the_sizes_of_pfedla() -> None:
     y = np.repeat(np.arange(10), 7000)
-    parts = deal("dominant", y=y, clients=100, per_client=600)
+    parts = assign("dominant", y=y, clients=100, per_client=600)
     table = class_table(y, parts, 10)
     assert [sorted(row) for row in table] == [[30] * 8 + [180] * 2] * 100
     assert (table == 180).sum(axis=0).tolist() == [20] * 10
@@ -198,7 +198,7 @@ def test_dirichlet_and_iid_accept_a_class_without_samples() -> None:
         assert table.sum(axis=0).tolist() == [200, 200, 0, 200, 0]
 
 
-def test_iid_sizes() -> None:
+def test_iid_clients_have_the_expected_sizes() -> None:
     assert table_of("iid", clients=7).sum(axis=1).tolist() == [857] * 7
     asked = table_of("iid", clients=7, per_client=200)
     assert asked.sum(axis=1).tolist() == [200] * 7
@@ -207,13 +207,13 @@ def test_iid_sizes() -> None:
 
 def test_split_rounds_halves_up_whatever_the_floating_point_noise() -> None:
     # (1 - 0.9) * 5 is 0.49999999999999994 in floating point.
-    parts = deal("classes", {"classes_per_client": 2}, clients=5, per_client=10, test_fraction=0.9)
+    parts = assign("classes", {"classes_per_client": 2}, clients=5, per_client=10, test_fraction=0.9)
     assert [(len(part.train), len(part.test)) for part in parts] == [(2, 8)] * 5
 
 
 def test_validation_is_the_end_of_the_training_part() -> None:
-    whole = deal("classes", {"classes_per_client": 1}, per_client=100)
-    cut = deal("classes", {"classes_per_client": 1}, per_client=100, val_fraction=0.1)
+    whole = assign("classes", {"classes_per_client": 1}, per_client=100)
+    cut = assign("classes", {"classes_per_client": 1}, per_client=100, val_fraction=0.1)
     for before, after in zip(whole, cut, strict=True):
         assert before.train.tolist() == after.train.tolist() + after.val.tolist()
         assert before.test.tolist() == after.test.tolist()
@@ -248,7 +248,7 @@ def test_neighbours_may_change_two_classes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_target_and_those_like_it(seed: int) -> None:
+def test_target_gives_some_clients_classes_of_the_target_client(seed: int) -> None:
     owned = table_of("target", clients=8, per_client=40, seed=seed) > 0
     assert owned.sum(axis=1).tolist() == [4] * 8
     assert (owned & owned[0]).sum(axis=1).tolist() == [4, 4, 3, 0, 0, 0, 0, 0]
@@ -266,13 +266,13 @@ def test_random_classes_divides_a_class_equally_among_those_who_drew_it() -> Non
     for label, owners in enumerate(owned.sum(axis=0)):
         shares = table[owned[:, label], label].tolist()
         assert shares == [(600 + 10 * label) // max(owners, 1)] * owners
-    # 30 draws of 10 classes: the numbers of owners are not dealt evenly
+    # 30 draws of 10 classes: the numbers of owners are not even
     assert len(set(owned.sum(axis=0))) > 2
     tables = [table_of("random_classes", clients=10, seed=seed) for seed in range(40)]
     assert 20 < sum((table.sum(axis=0) == 0).any() for table in tables) < 40
 
 
-def test_pairs_of_pfedmb() -> None:
+def test_pairs_are_those_of_pfedmb() -> None:
     table = table_of("pairs")
     for pair in range(5):
         expected = [300 if label in (2 * pair, 2 * pair + 1) else 0 for label in range(10)]
@@ -310,7 +310,7 @@ def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
     ("total", "clients", "test_fraction", "batch_size", "least"),
     [(60_000, 20, 0.25, 10, 40), (6000, 100, 0.25, 10, 30), (6000, 10, 0.1, 7, 70)],
 )
-def test_smallest_client_of_pfllib(
+def test_the_smallest_client_is_that_of_pfllib(
     total: int, clients: int, test_fraction: float, batch_size: int, least: int
 ) -> None:
     request = Request(test_fraction, 0.0, 0, np.array([total // 2] * 2), clients, None)
@@ -352,7 +352,7 @@ def test_mixture_draws_until_every_client_has_enough() -> None:
     assert min(least) >= 100 > min(usual)
 
 
-def test_coarse_classes_of_cifar100() -> None:
+def test_coarse_classes_are_those_of_cifar100() -> None:
     assert np.bincount(CIFAR100_COARSE).tolist() == [5] * 20
     # apple, mushroom, orange, pear, pepper; beaver, dolphin, otter, seal, whale; baby, boy, girl, man, woman
     members = {4: [0, 51, 53, 57, 83], 0: [4, 30, 55, 72, 95], 14: [2, 11, 35, 46, 98]}
@@ -377,7 +377,7 @@ def test_pachinko_of_fedem_uses_every_image_of_cifar100() -> None:
 def pachinko_one_by_one(
     sizes: np.ndarray, coarse_of: list[int], clients: int, size: int, seed: int
 ) -> np.ndarray:
-    """Draw as FedEM says it: a coarse class, a fine one, a sample; remove what is exhausted, renormalise."""
+    """Draw as in FedEM: a coarse class, a fine one, a sample; remove what is exhausted, and renormalise."""
     rng = numpy_stream(seed, "partition/pachinko")
     left, num_coarse = sizes.tolist(), max(coarse_of) + 1
     table = np.zeros((clients, len(left)), dtype=int)
@@ -419,22 +419,22 @@ def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
     is_test = np.array([0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0], dtype=bool)
     y = np.zeros(13, dtype=np.int64)
     known = {"y": y, "num_classes": 1, "owner": owner, "is_test": is_test}
-    parts = deal("given", clients=None, **known)
+    parts = assign("given", clients=None, **known)
     assert [sorted(part.train) for part in parts] == [[0, 2, 3], [6], [7, 8, 9, 10, 12]]
     assert [sorted(part.test) for part in parts] == [[1], [4, 5], [11]]
-    assert same(parts, deal("given", clients=3, **known))
-    cut = deal("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
+    assert same(parts, assign("given", clients=3, **known))
+    cut = assign("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
     assert [(len(part.train), len(part.val), len(part.test)) for part in cut] == [(2, 2, 3), (3, 2, 1)]
 
 
 def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
-    everybody = deal("given", clients=None)
-    some = deal("given", clients=4)
+    everybody = assign("given", clients=None)
+    some = assign("given", clients=4)
     ids = [TEN_OWNERS[part.train[0]] for part in some]
     assert ids == sorted(set(ids))
     assert len(ids) == 4
     assert same(some, [everybody[i] for i in ids])
-    drawn = [deal("given", clients=4, seed=seed) for seed in range(5)]
+    drawn = [assign("given", clients=4, seed=seed) for seed in range(5)]
     assert len({tuple(TEN_OWNERS[part.train[0]] for part in parts) for parts in drawn}) > 1
 
 
@@ -489,5 +489,5 @@ def test_refusals_name_key_value_and_what_is_allowed(
     name: str, options: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{message}") as caught:
-        deal(name, options, **arguments)
+        assign(name, options, **arguments)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The shard: own samples only, where they lie, and normalisation by hand."""
+"""The shard: only own samples, their positions, and normalisation by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_client_has_its_own_samples_in_order(clients: range) -> None:
             assert x.shape == (len(expected), 3, 2, 4)
 
 
-def test_offsets_and_counts_are_worked_out() -> None:
+def test_offsets_and_counts_equal_those_by_hand() -> None:
     shard = build(range(1, 3))
     counts, offsets = ({split: of[split].tolist() for split in of} for of in (shard.count, shard.offset))
     assert counts == {"train": [3, 1], "val": [1, 2], "test": [2, 0]}
@@ -100,7 +100,7 @@ def test_a_rank_without_clients_has_an_empty_shard() -> None:
     assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
 
 
-def test_normalisation_by_hand() -> None:
+def test_normalisation_equals_that_by_hand() -> None:
     shard = Shard.build(pool(), PARTS, range(0, 1), (0.5, 0.25, 0.0), (0.5, 0.25, 2.0), "cpu")
     # Sample 1 holds 1, 101 and 201 in its three channels.
     by_hand = [(1 / 255 - 0.5) / 0.5, (101 / 255 - 0.25) / 0.25, 201 / 255 / 2]
@@ -119,7 +119,7 @@ def test_normalisation_by_hand() -> None:
         ([[1, 2, 3], [4, 5, 6]], (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
     ],
 )
-def test_normalisation_settings(
+def test_normalisation_accepts_its_settings(
     setting: str | Sequence[Sequence[float]], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> None:
     assert resolve_normalisation(pool(), setting, indices(0)) == (mean, std)
@@ -143,7 +143,7 @@ def test_unfit_normalisation_is_refused(setting: str | Sequence[Sequence[float]]
         resolve_normalisation(pool(), setting, indices(0))
 
 
-def test_standard_normalisation_is_that_of_the_training_samples() -> None:
+def test_standard_normalisation_uses_the_training_samples() -> None:
     x = np.array([[1.0, 5.0], [3.0, 5.0], [1e6, -7.0]], np.float32)
     table = Arrays(x, np.arange(3), 3, 1.0, (), ())
     for setting in ("auto", "standard"):

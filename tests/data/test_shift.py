@@ -66,7 +66,7 @@ def test_angles_are_evenly_spread_without_groups() -> None:
     assert torch.equal(spread.changed(images(), 2, ALL), images())
 
 
-def test_colours_are_a_factor_for_each_channel_and_client() -> None:
+def test_colours_multiply_each_channel_by_a_factor_of_the_client() -> None:
     colours = shift("data.shift=colour", "data.shift_strength=0.2")
     x = images(channels=3)
     ratios = torch.stack([(colours.changed(x, client, ALL) / x).mean((0, 2, 3)) for client in range(5)])
@@ -124,7 +124,7 @@ def test_clients_of_a_group_share_a_shift_and_others_do_not(kind: str) -> None:
     assert torch.equal(again, found[1]) == (kind in ("rotation", "blur"))
 
 
-def test_all_splits_are_shifted_before_normalisation_and_the_pool_stays() -> None:
+def test_all_splits_are_shifted_before_normalisation_and_the_pool_is_not_changed() -> None:
     x = np.arange(4 * 6, dtype=np.uint8).reshape(6, 1, 2, 2)
     arrays = Arrays(x.copy(), np.zeros(6, np.int64), 1, 10.0, (), ())
     one = [np.array([number]) for number in range(6)]
@@ -155,7 +155,7 @@ def test_ranks_give_the_same_bits(settings: list[str], tmp_path: Path, mpirun_co
         assert differing(tmp_path / kind, tmp_path / "plain", "history")
 
 
-def test_unseen_clients_have_the_shift_of_their_numbers(settings: list[str]) -> None:
+def test_unseen_clients_have_the_shift_of_their_client_number(settings: list[str]) -> None:
     config = load_config(None, [*settings, "data.shift=rotation", "data.shift_groups=2"])
     arrays, parts = load_data(config)
     assert config.data.num_unseen(len(parts)) == 2
@@ -168,7 +168,7 @@ def test_unseen_clients_have_the_shift_of_their_numbers(settings: list[str]) -> 
     assert torch.equal(unseen.samples("test", 1)[0], plain.samples("test", 1)[0])
 
 
-def test_predict_and_export_take_samples_that_have_the_shift(
+def test_predict_and_export_expect_shifted_samples(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*settings, "data.shift=rotation", "data.shift_groups=2"]
@@ -189,7 +189,7 @@ def test_predict_and_export_take_samples_that_have_the_shift(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("shift=turn", "data.shift=turn is invalid; allowed: rotation, colour, noise, blur or null"),
         ("shift_groups=2", "data.shift_groups=2 needs data.shift; set that"),
@@ -201,18 +201,18 @@ def test_predict_and_export_take_samples_that_have_the_shift(
         ("shift=rotation shift_groups=4 shift_strength=20", "=20.0 needs data.shift_groups=null with data.s"),
     ],
 )
-def test_impossible_shifts_are_refused(words: str, said: str) -> None:
+def test_impossible_shifts_are_refused(words: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(None, [f"data.{word}" for word in words.split()])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("source", "named"), [("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")]
 )
-def test_other_samples_than_images_refuse_it(source: str, named: str) -> None:
+def test_a_shift_of_samples_that_are_not_images_is_refused(source: str, named: str) -> None:
     config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])
-    said = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
-    with pytest.raises(UserError, match=f"^{said}$"):
+    expected = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
+    with pytest.raises(UserError, match=f"^{expected}$"):
         describe(config.data, *load_data(config))

@@ -1,4 +1,4 @@
-"""Sources: the files torchvision expects, the user's own npz, and what is said when they are unfit."""
+"""Sources: the files torchvision expects, the user's own npz, and errors on unfit files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_cifar_is_read_from_the_pickles_of_python_2(
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashionmnist", "emnist", "cifar10", "cifar100"])
-def test_missing_files_say_how_to_fetch_them(name: str, tmp_path: Path) -> None:
+def test_the_error_on_missing_files_explains_how_to_fetch_them(name: str, tmp_path: Path) -> None:
     root = str(tmp_path / "my data")
     with pytest.raises(UserError) as caught:
         read_source(DataConfig(source=name, root=root))
@@ -139,16 +139,16 @@ def test_missing_files_say_how_to_fetch_them(name: str, tmp_path: Path) -> None:
         ("t10k-labels-idx1-ubyte", idx_bytes(np.array([1, 10]))),
     ],
 )
-def test_damaged_files_say_so(file: str, content: bytes, tmp_path: Path) -> None:
+def test_damaged_files_are_reported(file: str, content: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
     write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
     (folder / file).write_bytes(content)
-    said = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
-    with pytest.raises(UserError, match=said):
+    expected = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
+    with pytest.raises(UserError, match=expected):
         read_source(DataConfig(source="mnist", root=str(tmp_path)))
 
 
-def test_damaged_cifar_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cifar_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path, "cifar10", monkeypatch)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])
@@ -177,14 +177,14 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     datasets = torchvision_part("datasets")
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    # an older torchvision tells only which file it was
-    said = r"^mnist could not be fetched into .*(refused|Error downloading train-images)"
-    with pytest.raises(UserError, match=said) as caught:
+    # an older torchvision names only the file
+    expected = r"^mnist could not be fetched into .*(refused|Error downloading train-images)"
+    with pytest.raises(UserError, match=expected) as caught:
         fetch("mnist", str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_bundled_is_not_fetched(tmp_path: Path) -> None:
+def test_bundled_sources_are_not_fetched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.source=digits: there is nothing to fetch; it is bundled"):
         fetch("digits", str(tmp_path))
 
@@ -200,8 +200,8 @@ def test_what_is_bundled_is_not_fetched(tmp_path: Path) -> None:
 def test_files_of_one_s_own_must_be_named_and_are_never_fetched(name: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^data.path is not set: data.source={name} needs data.path={file}"):
         read_source(DataConfig(source=name, target="y"))
-    said = f"^data.source={name}: there is nothing to fetch; name yours with data.path={file}"
-    with pytest.raises(UserError, match=said):
+    expected = f"^data.source={name}: there is nothing to fetch; name yours with data.path={file}"
+    with pytest.raises(UserError, match=expected):
         fetch(name, str(tmp_path))
 
 
@@ -220,7 +220,7 @@ def read_npz(path: Path | str, layout: str | None = None) -> Arrays:
     return read_source(DataConfig(source="npz", path=str(path), layout=layout))
 
 
-def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
+def test_npz_files_of_bytes_may_have_either_layout(tmp_path: Path) -> None:
     x = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     path = write_npz(tmp_path, x=x, y=np.array([0, 1], np.int32))
     last = read_npz(path, "NHWC")
@@ -230,7 +230,7 @@ def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_npz(path, "NCHW").x, x)
 
 
-def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
+def test_npz_files_of_grey_floats_need_no_layout(tmp_path: Path) -> None:
     x = np.linspace(-1, 1, 3 * 4 * 5).reshape(3, 4, 5)
     arrays = read_npz(write_npz(tmp_path, x=x, y=np.array([2, 0, 1])))
     assert arrays.x.dtype == np.float32
@@ -275,7 +275,7 @@ def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_p
         read_npz(path)
 
 
-def test_npz_of_tokens_features_and_series(tmp_path: Path) -> None:
+def test_npz_files_may_contain_tokens_features_or_series(tmp_path: Path) -> None:
     texts = read_npz(write_npz(tmp_path, **TEXTS))
     assert (texts.sample, texts.x.dtype, texts.mean) == (SampleType((2,), vocabulary=5), np.int64, ())
     more = write_npz(tmp_path, **TEXTS, vocabulary=np.array([9]))
@@ -298,7 +298,7 @@ def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
     assert arrays.x.tolist() == [[1, 1], [0, 4], [3, 0]]
 
 
-def test_bundled_tables_and_texts() -> None:
+def test_bundled_tables_and_texts_are_read() -> None:
     names = ("wine", "breast_cancer", "topics")
     wine, cancer, topics = (read_source(DataConfig(source=name)) for name in names)
     assert (wine.sample, np.bincount(wine.y).tolist()) == (SampleType((13,)), [59, 71, 48])
@@ -323,7 +323,7 @@ def test_npz_with_four_dimensions_needs_a_layout(layout: str, tmp_path: Path) ->
         read_npz(path, None if layout == "null" else layout)
 
 
-def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_npz_file_is_refused(tmp_path: Path) -> None:
     whole = Path(write_npz(tmp_path, x=GOOD_X, y=GOOD_Y)).read_bytes()
     truncated, text, single = tmp_path / "cut.npz", tmp_path / "text.npz", tmp_path / "single.npy"
     truncated.write_bytes(whole[:-50])
@@ -359,6 +359,6 @@ def test_a_fraction_keeps_the_shares_of_the_classes() -> None:
     np.testing.assert_array_equal(chosen, subset_fraction(len(y), 0.29, seed=3))
     assert chosen.tolist() != subset_fraction(len(y), 0.29, seed=4).tolist()
     np.testing.assert_array_equal(subset_fraction(7, 1.0, seed=0), np.arange(7))
-    said = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
-    with pytest.raises(UserError, match=said):
+    expected = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
+    with pytest.raises(UserError, match=expected):
         subset_fraction(9, 0.1, seed=0)

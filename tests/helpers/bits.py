@@ -64,7 +64,7 @@ LAYERS = {
     "fc1": slice(4896, 7008),
     "fc2": slice(7008, 7658),
 }
-"""Where the layers of their network lie in its P numbers."""
+"""The positions of the layers of their network in its P numbers."""
 BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
 P, U, F = 7658, 2 * (16 + 32), 64
 """Trainable numbers, running statistics and features of their network."""
@@ -122,11 +122,11 @@ VARIANTS = {
 """Variants that are methods of their own, tested as the others are."""
 
 ALIASES = ("fedadagrad", "fedadam", "fedavg_ft", "fedavgm")
-"""FedAvg with other defaults; in runs of every method, fedyogi stands for them."""
+"""FedAvg with other defaults; in runs of every method, fedyogi represents them."""
 DIFFERENT = [name for name in METHODS if name not in ALIASES]
 """Methods that have code of their own, and FedAvg with one of its servers."""
 KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
-"""Methods that differ in what is sent, kept and asked for: for tests of what no method has code for."""
+"""Methods that differ in what is sent, kept and asked for: for tests of code that all methods share."""
 
 LOCAL_SETTINGS = [
     "train.momentum=0",
@@ -151,7 +151,7 @@ CODED = {
 def method_settings(case: str) -> list[str]:
     """Return settings that choose a method, and what it needs in the tiny runs.
 
-    A case is a method, one of VARIANTS or CODED, or a method and a name after "-" that says what a test adds.
+    A case is a method, one of VARIANTS or CODED, or a method, "-" and a name of what a test adds.
     """
     method = case.partition("-")[0]
     return [f"method.name={method}", *SPECIAL.get(method, []), *(VARIANTS | CODED).get(case, [])]
@@ -161,7 +161,7 @@ def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
     """Return a case's entry of the table of what is expected, or its method's."""
     method = case.partition("-")[0]
     if case not in table and method not in table:
-        pytest.fail(f"say what is expected of method {method} in {name}", pytrace=False)
+        pytest.fail(f"add what is expected of method {method} to {name}", pytrace=False)
     return table.get(case, table.get(method))
 
 
@@ -178,14 +178,14 @@ def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:
 
 
 def refused(captured: pytest.CaptureFixture[str], *words: str | Path, may_warn: bool = False) -> str:
-    """Return the one line with which a command is refused, below its warnings if it may have some."""
+    """Return the one line with which a command is refused, after its warnings if it may print some."""
     captured.readouterr()
     assert main([*map(str, words)]) == BAD_INPUT
     out, err = captured.readouterr()
     *warned, line = err.splitlines()
     assert may_warn or not warned
     assert line.startswith("hpcfl: error: ")
-    # these tell as they go
+    # these print as they proceed
     assert out == "" or words[0] in ("bench", "doctor", "plan")
     return line
 
@@ -222,7 +222,7 @@ def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> N
 
 
 def _die_in_round(number: int, method: type[Method], members: int) -> None:
-    """Have this process killed once so many clients have trained in a round."""
+    """Have this process killed once `members` clients have trained in a round."""
     train, trained = method.train, 0
 
     def deadly(self: Method, clients: ClientGroup, down: Message) -> Message:
@@ -240,7 +240,7 @@ def saved_models(folder: Path, group: str, num_clients: int) -> dict[str, Tensor
     """Return by name what a checkpoint holds of evaluated models in a group, [clients, ...]."""
     with h5py.File(folder / "checkpoint.h5", "r", locking=False) as file:
         models = {name: torch.from_numpy(data[()]) for name, data in file[group].items()}
-    # one row of a model that is the same for all clients says it all
+    # a model that is the same for all clients is stored as one row
     return {name: rows.expand(num_clients, *rows.shape[1:]) for name, rows in models.items()}
 
 
@@ -309,13 +309,13 @@ def right_of_run(run: Run) -> list[int]:
 
 
 def round_of(path: Path) -> int:
-    """Return the rounds that a checkpoint is of."""
+    """Return the number of rounds after which a checkpoint was written."""
     with h5py.File(path, "r", locking=False) as file:
         return int(file.attrs["round"])
 
 
 def completed_rounds(folder: Path) -> int:
-    """Return the rounds of the checkpoint that a run goes on from; 0 without one."""
+    """Return the rounds of the checkpoint from which a run resumes; 0 without one."""
     # a kill between the two renames leaves the older one alone
     for name in ("checkpoint.h5", "checkpoint.prev.h5"):
         if (folder / name).exists():
@@ -324,7 +324,7 @@ def completed_rounds(folder: Path) -> int:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Return by name all that a run leaves behind, except for what hangs on the clock or the way there.
+    """Return by name all that a run leaves behind, except for what depends on the clock or on stops.
 
     These are the datasets of checkpoint.h5 as (dtype, shape, bytes), its attributes without the
     configuration, and the rows of the CSV files, all without columns of seconds.

@@ -46,7 +46,7 @@ def opened_page(browser: Browser, path: Path, *, width: int = 1200) -> Iterator[
     context = browser.new_context(color_scheme="light", viewport={"width": width, "height": 900})
     opened = Opened(context.new_page())
     page, address = opened.page, path.resolve().as_uri()
-    page.on("console", lambda told: opened.complaints.append(told.text))
+    page.on("console", lambda message: opened.complaints.append(message.text))
     page.on("pageerror", lambda error: opened.complaints.append(str(error)))
     page.on(
         "request",

@@ -31,7 +31,7 @@ SOME = (*UNEQUAL_FEW, "train.participation=0.75", "model.batchnorm=true")
 """Unequal clients, three of four in a round."""
 
 SLIPPERY = ("train.momentum=0.9", "train.weight_decay=0.01", "train.lr_decay=0.9")
-"""Settings under which numbers that should stand still drift if they are not left out of the optimiser."""
+"""Settings under which numbers that should stay fixed drift if they are not left out of the optimiser."""
 
 ADAM = (
     "train.optimiser=adam",
@@ -320,7 +320,7 @@ def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -
         if not any(w > 0 for w in weights.values()):
             return None
         total = torch.stack(list(weights.values())).sum()
-        # a closed path adds nothing but, where it stands for a probability, its derivative
+        # a closed path adds only its derivative, and only where the path is a probability
         return torch.stack([w * outputs[k] for k, w in weights.items()]).sum(dim=0) / total
 
     for layer in range(2, len(sizes) + 1):

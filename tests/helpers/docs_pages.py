@@ -184,7 +184,7 @@ def traffic(name: str) -> list[float]:
 
 
 def cost(name: str) -> list[str]:
-    """Return a method's time of a round and of an evaluation over FedAvg's; empty where none was measured."""
+    """Return a method's time of a round and of an evaluation over FedAvg's; empty if not measured."""
     if name == "fedavg":
         return ["1.0", "1.0"]
     for ratio in read_json("configs/tables/results/bench_methods.json")["ratios"]:
@@ -194,7 +194,7 @@ def cost(name: str) -> list[str]:
 
 
 def sends(name: str) -> str:
-    """Say how much a method sends."""
+    """Return how much a method sends."""
     ways = traffic(name)
     return (
         f"In a small run on the digits, a client receives {ways[0]:.2f} times and sends {ways[1]:.2f} times\n"

@@ -1,4 +1,4 @@
-"""Runs that wait in a round until they are let on, for what happens to jobs in mid-round."""
+"""Runs that wait in the middle of a round until a test lets them continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpcfl.training.client_group import ClientGroup
 
 class GatedParams(Params):
     fails: bool = False
-    """Whether the second round raises, until there is a file `mended`."""
+    """Whether the second round raises, until there is a file `fixed`."""
 
 
 class Gated(FedAvg):
@@ -37,8 +37,8 @@ class Gated(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         gates = Path(os.environ["GATES"])
-        (gates / f"reached-{clients.round}").write_text(os.environ.get("SLURM_JOB_END_TIME", "not told"))
-        if self.params.fails and clients.round == 1 and not (gates / "mended").exists():
+        (gates / f"reached-{clients.round}").write_text(os.environ.get("SLURM_JOB_END_TIME", "unknown"))
+        if self.params.fails and clients.round == 1 and not (gates / "fixed").exists():
             raise RuntimeError("a mistake of one's own")
         end_s = time.monotonic() + 120
         while (gates / f"closed-{clients.round}").exists() and time.monotonic() < end_s:
@@ -74,7 +74,7 @@ class Gates:
         return end_time
 
     def wait_for_signal(self, job: Job) -> None:
-        """Wait until the script has passed a signal on, and it has come to a rank that waits here."""
+        """Wait until the script has forwarded a signal to a rank that waits here."""
         job.until((self.folder / "signalled").exists, "the signal")
         assert "asked to stop" in job.output
 
@@ -87,8 +87,8 @@ def gated_settings(folder: Path) -> list[str]:
     return [*settings, f"method.path={folder / 'gated.py'}"]
 
 
-def run_undisturbed(folder: Path, gated: list[str]) -> Path:
-    """Run the method above in this process, which nothing holds up, and return the run folder."""
+def run_uninterrupted(folder: Path, gated: list[str]) -> Path:
+    """Run the method above in this process, without any gate closed, and return the run folder."""
     with pytest.MonkeyPatch.context() as patch, forgetting_own_code():
         patch.setenv("GATES", str(Gates(folder / "gates").folder))
         assert run_here(folder / "run", gated) == FINISHED

@@ -1,6 +1,6 @@
 """Golden numbers: what tiny runs of every method, partitions and networks gave when they were last looked at.
 
-    python tests/helpers/golden.py write          makes golden.json anew (a change of numbers says why)
+    python tests/helpers/golden.py write          makes golden.json anew (explain a change of numbers)
     python tests/helpers/golden.py compare A [B]  names what differs between two commits, to the bit, on this
                                                   machine; without B: between A and this checkout
 
@@ -41,7 +41,7 @@ NUMBERS = ("accuracy_mean", "loss_mean", "train_loss_mean")
 COUNTS = ("bytes_down", "bytes_up")
 
 LABELS = np.repeat(np.arange(10), 40)
-"""The classes that partitions deal: 40 samples of each of ten."""
+"""The classes of the samples to partition: 40 samples of each of ten."""
 PARTITION_OPTIONS: dict[str, dict[str, Any]] = {"pachinko": {"coarse_classes": 5}}
 
 SHAPES = {"digits_cnn": (1, 8, 8), "mlp": (1, 8, 8), "cnn1d": (9, 128), "textcnn": (80,), "lstm": (80,)}
@@ -74,7 +74,7 @@ def numbers_of(folder: Path) -> dict[str, list[float]]:
 
 
 def class_counts(name: str) -> list[list[int]]:
-    """Return how many samples of each class a partition deals to each of four clients."""
+    """Return how many samples of each class a partition assigns to each of four clients."""
     test_fraction, val_fraction, seed = 0.25, 0.0, 1
     if name == "given":
         split = Split(test_fraction, val_fraction, seed)
@@ -88,8 +88,8 @@ def class_counts(name: str) -> list[list[int]]:
 
 
 def first_logits(name: str) -> list[float]:
-    """Return what a freshly drawn network says of one sample whose numbers, or tokens, rise."""
-    # "compare" reads this file beside commits that have no such module
+    """Return the logits of a network with initial weights for one sample of increasing numbers or tokens."""
+    # "compare" uses this file with commits that have no such module
     from hpcfl.samples import SampleType
 
     shape = SHAPES.get(name, (3, 32, 32))

@@ -57,7 +57,7 @@ MLP = ("model.name=mlp", "model.hidden=[16]")
 
 
 class Run:
-    """A finished serial run of `SMALL` with some keys changed; `kind` stands in for the method's class.
+    """A finished serial run of `SMALL` with some keys changed; `kind` replaces the method's class.
 
     With torch's default type at float64 the whole run is in float64.
     """

@@ -1,9 +1,9 @@
-"""A device that is not there: CPU memory marked as a GPU's, which refuses what a GPU would refuse.
+"""A simulated GPU: CPU memory that is marked as a GPU's and refuses what a GPU would refuse.
 
-Inside `marked_device()` a tensor on `DEVICE` says so, gets there by `device=` or `.to`, and its numbers are
-real: whole runs work, and give what they give on a CPU. An operator that meets tensors of both sides raises
-MixedDevicesError, but for CPU tensors without axes, which CUDA takes too. What makes a GPU and its host wait
-for each other is counted. Both work below torch.func's transforms and in the backward pass.
+Inside `marked_device()` a tensor on `DEVICE` reports this device, is moved there by `device=` or `.to`, and
+its numbers are real: whole runs work, with the results of a CPU. An operator on tensors of both devices
+raises MixedDevicesError, except for CPU tensors without axes, which CUDA accepts too. What makes a GPU
+and its host wait for each other is counted. Both work below torch.func's transforms and in the backward pass.
 
 It knows nothing of kernels, streams or memory: operators that CUDA lacks or that give other numbers there are
 found on a GPU only.
@@ -31,7 +31,7 @@ WAITS = (
     *(aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.bincount),
     *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.histc),
 )
-"""Operators whose result, or its shape, the host must know before it goes on."""
+"""Operators whose result, or its shape, the host must know before it continues."""
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index)
 PICKS = (aten.index_select, aten.gather, aten.scatter, aten.take)
 
@@ -76,7 +76,7 @@ class Marked:
         self.numbers[way, tensor.dtype] += tensor.numel()
 
     def put(self, value: Any, device: torch.device) -> Any:
-        """Say that the tensors of a result are on a device; return the result."""
+        """Mark the tensors of a result as on a device; return the result."""
         for tensor in _tensors([value]):
             storage = _storage(tensor)
             if device.type == "cpu":
@@ -157,7 +157,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what `.to` and `.cpu` do, over the border if they say so."""
+        """Do what `.to` and `.cpu` do, between the devices if they ask for it."""
         tensor, *rest = args
         marked, here = self._marked, DEVICE if self._marked.holds(tensor) else CPU
         there = here
@@ -248,7 +248,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def marked_device() -> Iterator[Marked]:
-    """Let `DEVICE` be there inside, and tell what is done with it."""
+    """Provide `DEVICE` inside, and record what is done with it."""
     marked = Marked()
     functions = _Functions(marked)
     with functions, _Operators(marked, functions):

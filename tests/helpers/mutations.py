@@ -96,7 +96,7 @@ def _places(tree: Any) -> Any:
 
 
 def assert_refused_or_read(read: Read, seeds: Sequence[int], least: int = 10) -> None:
-    """Fail with the seed of the first case that ends otherwise, or where hardly any is refused, or read.
+    """Fail with the first seed whose file is neither refused nor read, or if few files are refused or read.
 
     The cases run in a forked process. One that crashes or does not end is named by its seed, and one that
     asks for more memory than a small machine has fails.
@@ -107,10 +107,10 @@ def assert_refused_or_read(read: Read, seeds: Sequence[int], least: int = 10) ->
             child = forked(lambda: _try_all(read, seeds, ends), files)
         _, status = os.waitpid(child, 0)
         ends.seek(0), errors.seek(0)
-        found, said = ends.read().split(), errors.read()[-3000:]
+        outcomes, printed = ends.read().split(), errors.read()[-3000:]
     if status:
-        pytest.fail(f"seed {seeds[len(found)]}: ended with {os.waitstatus_to_exitcode(status)}\n{said}")
-    counts = Counter(found)
+        pytest.fail(f"seed {seeds[len(outcomes)]}: ended with {os.waitstatus_to_exitcode(status)}\n{printed}")
+    counts = Counter(outcomes)
     assert min(counts["read"], counts["refused"]) >= least, counts
 
 
@@ -120,7 +120,7 @@ def _try_all(read: Read, seeds: Sequence[int], ends: Any) -> None:
         limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # what a test's own handlers would keep from ending the process
+    # a handler of pytest would keep the alarm from ending the process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for seed in seeds:
         signal.alarm(MAX_S)
@@ -128,25 +128,25 @@ def _try_all(read: Read, seeds: Sequence[int], ends: Any) -> None:
         try:
             read(random.Random(seed))
         except UserError as error:
-            said, end = for_terminal(error), "refused"
-            assert len(said.splitlines()) == 1, said
-            assert len(said) < MAX_CHARACTERS + 10, said
-            assert "\x1b" not in said
+            message, end = for_terminal(error), "refused"
+            assert len(message.splitlines()) == 1, message
+            assert len(message) < MAX_CHARACTERS + 10, message
+            assert "\x1b" not in message
         signal.alarm(0)
         print(end, file=ends, flush=True)
 
 
 def code_or_refusal(command: Callable[[], int], *allowed: int) -> int:
     """Return a command's exit code, one of those allowed; raise UserError with its line for BAD_INPUT."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
         code = command()
     if code == BAD_INPUT:
-        *_, line = said.getvalue().splitlines()
+        *_, line = printed.getvalue().splitlines()
         assert line.startswith("hpcfl: error: ")
         assert line.isprintable()
         raise UserError(line)
-    assert code in allowed, said.getvalue()
+    assert code in allowed, printed.getvalue()
     return code
 
 

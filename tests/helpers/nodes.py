@@ -1,8 +1,8 @@
-"""Nodes of a cluster, played on this machine: a network, host name, /dev/shm and mounts each, the same files.
+"""Simulated nodes of a cluster on this machine: each has its network, host name, /dev/shm and mounts.
 
-Ranks on two of them talk by the network, as on a cluster. Each node is a process that stands still in
-namespaces of its own; commands enter these. The nodes' links meet in one more namespace, the switch, so that
-the machine's own network stays as it is.
+They share all files. Ranks on two nodes communicate over the network, as on a cluster. Each node is an idle
+process in its own namespaces; commands enter these. One more namespace, the switch, connects the links of
+all nodes, so that the machine's own network is not changed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ while [[ "$1" == -* ]]; do shift; done
 host=$1; shift
 nsenter --target "$(cat {folder}/"$host".pid)" --net --uts --ipc --mount -- bash -c "cd {cwd} && $*"
 code=$?
-# the end of what ran there is not heard over a link that is cut
+# over a link that is cut, nothing reports the end of what ran there
 while [[ -e {folder}/"$host".cut ]]; do sleep 0.2; done
 exit $code
 """
 
 
 class Node:
-    """One node; `process` is what stands still in its namespaces."""
+    """One node; `process` is the idle process in its namespaces."""
 
     def __init__(self, number: int, process: subprocess.Popen[str]) -> None:
         self.number, self.process = number, process
         self.name, self.address = f"n{number}", f"10.77.0.{number}"
 
     def command(self, *words: str | Path, cwd: Path = REPOSITORY) -> list[str]:
-        """Return the words that run a command on this node, from anywhere on this machine."""
+        """Return the command that runs `words` on this node, from anywhere on this machine."""
         inside = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(map(str, words))}"
         return [*_entering(self.process.pid), "bash", "-c", inside]
 
@@ -53,7 +53,7 @@ class Node:
         return subprocess.run(self.command(*words), capture_output=True, text=True, check=check, timeout=60)
 
     def pids(self) -> list[int]:
-        """Return all processes on this node but the one that stands for it."""
+        """Return all processes on this node except its idle process."""
         own = os.readlink(f"/proc/{self.process.pid}/ns/net")
         found = []
         for link in Path("/proc").glob("[0-9]*/ns/net"):
@@ -64,7 +64,7 @@ class Node:
 
     @contextlib.contextmanager
     def seeing(self, place: Path, instead: Path | None = None) -> Iterator[None]:
-        """Have this node alone see another file or folder in a place; None: an empty folder."""
+        """Let this node alone see another file or folder in a place; None: an empty folder."""
         what = ("--bind", instead) if instead is not None else ("-t", "tmpfs", "tmpfs")
         self.run("mount", *what, place)
         try:
@@ -73,14 +73,14 @@ class Node:
             self.run("umount", "--lazy", place)
 
     def die(self) -> None:
-        """Kill all its processes; the others are told. A node without power is one whose link is cut."""
+        """Kill all its processes; the other nodes notice it. For a node without power, cut its link."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 class Nodes:
-    """Nodes that are up. `folder` holds what they need; `network` is the switch's process."""
+    """Simulated nodes that are up. `folder` holds the files that they need."""
 
     def __init__(self, folder: Path, switch: subprocess.Popen[str], nodes: list[Node]) -> None:
         self.folder, self._switch, self.nodes = folder, switch, nodes
@@ -115,9 +115,9 @@ class Nodes:
     def mpirun(
         self, mpirun_command: list[str], ranks: int, *python_args: str | Path, on: tuple[int, ...] = ()
     ) -> list[str]:
-        """Return the words that start `python python_args` on the nodes `on` (default: all), from the first.
+        """Return the command that starts `python python_args` on the nodes `on` (default: all).
 
-        Ranks are dealt evenly, the first ones to the first node.
+        It runs on the first of them. Ranks are distributed evenly, the first ones to the first node.
         """
         nodes = [self[number] for number in on] or self.nodes
         slots = -(-ranks // len(nodes))
@@ -146,28 +146,28 @@ def skip_without(programs: Sequence[str], what: str, packages: str) -> None:
 
 
 @contextlib.contextmanager
-def played(count: int) -> Iterator[Nodes]:
-    """Play so many nodes until the block is left; skip the test, with the reason, where it cannot be."""
+def simulated_nodes(count: int) -> Iterator[Nodes]:
+    """Simulate `count` nodes inside the block; skip the test, with the reason, where this is not possible."""
     skip_without(PROGRAMS, "no nodes here", "package iproute2")
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
     names = [f"n{number}" for number in range(1, count + 1)]
     hosts = "".join(f"10.77.0.{number} n{number}\n" for number in range(1, count + 1))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
-    standing: list[subprocess.Popen[str]] = []
+    idle: list[subprocess.Popen[str]] = []
     nodes: list[Node] = []
     try:
-        switch = _stand("ip link add br0 type bridge && ip link set br0 up", "--net", standing)
+        switch = _start_idle("ip link add br0 type bridge && ip link set br0 up", "--net", idle)
         for number, name in enumerate(names, 1):
             # MPI finds network interfaces in /sys
             prepare = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"
             prepare += f" && mount --bind {folder}/hosts /etc/hosts"
-            # by which Linux tells machines apart
+            # by this Linux distinguishes machines
             (folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
             prepare += f" && mount --bind {folder}/{name}.boot_id /proc/sys/kernel/random/boot_id"
-            # a link that is cut is given up after 13 s, not after a quarter of an hour
+            # Linux gives up a link that is cut after 13 s, not after a quarter of an hour
             prepare += " && echo 5 > /proc/sys/net/ipv4/tcp_retries2"
-            process = _stand(
-                f"hostname {name} && ip link set lo up && {prepare}", "--net --uts --ipc --mount", standing
+            process = _start_idle(
+                f"hostname {name} && ip link set lo up && {prepare}", "--net --uts --ipc --mount", idle
             )
             (folder / f"{name}.pid").write_text(str(process.pid))
             nodes.append(Node(number, process))
@@ -178,16 +178,16 @@ def played(count: int) -> Iterator[Nodes]:
     finally:
         for node in nodes:
             node.die()
-        for process in standing:
+        for process in idle:
             kill_tree(process.pid)
             process.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stand(prepare: str, namespaces: str, standing: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    """Start a process that stands still in new namespaces, once they are prepared; skip where none can be."""
+def _start_idle(prepare: str, namespaces: str, idle: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """Start an idle process in new namespaces that are prepared; skip the test where this is not possible."""
     script = f"{prepare} && echo ready && exec sleep infinity"
-    # with the tests it goes, even if these are killed
+    # it ends with the tests, even if they are killed
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split(), "bash", "-c", script],
         env=_environment(),
@@ -196,7 +196,7 @@ def _stand(prepare: str, namespaces: str, standing: list[subprocess.Popen[str]])
         stderr=subprocess.STDOUT,
         text=True,
     )
-    standing.append(process)
+    idle.append(process)
     assert process.stdout is not None
     line = process.stdout.readline()
     if line != "ready\n":

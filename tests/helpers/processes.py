@@ -1,4 +1,4 @@
-"""The one home of processes and ranks that tests start: anew, under mpirun, as copies of this process.
+"""All processes and ranks that tests start: as new programs, under mpirun, or as copies of this process.
 
 See README.md for which function is for what.
 """
@@ -184,15 +184,15 @@ def run_ranks(
         texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
     if not in_time or (check and launcher.returncode != 0):
         failure = f"exit code {launcher.returncode}" if in_time else f"no end after {timeout} s"
-        told = "\n".join([f"{failure}: {ranks} ranks, {' '.join(words)}", *texts])
-        pytest.fail(told, pytrace=False)
+        report = "\n".join([f"{failure}: {ranks} ranks, {' '.join(words)}", *texts])
+        pytest.fail(report, pytrace=False)
     return subprocess.CompletedProcess([*command, *words], launcher.returncode, *texts)
 
 
 def run_in_one_world(
     mpirun_command: list[str], ranks: int, runs: Mapping[Path, Sequence[str]], blocks: Sequence[int] = ()
 ) -> None:
-    """Run settings, by run folder, one after the other on so many ranks; `blocks` as in world_commands.py."""
+    """Run settings, by run folder, one after the other on `ranks` ranks; `blocks` as in world_commands.py."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "commands.json")
         words = [["--quiet", "--out", str(run), *settings] for run, settings in runs.items()]
@@ -205,7 +205,7 @@ def run_in_one_world(
 
 
 def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
-    """Start a process in the place that a stand-in passes on, and return its id."""
+    """Start a process in the place that a placeholder hands over, and return its id."""
     text, files, *_ = socket.recv_fds(place, 1 << 20, 8)
     while more := place.recv(1 << 20):
         text += more
@@ -249,12 +249,12 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
         sys.modules["mpi4py.MPI"].Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    # the launcher is told of the end by what C calls at an exit
+    # C calls at exit what reports the end to the launcher
     c_library.exit(int(code or 0))
 
 
 def _end_as_one(child: int, places: dict[int, socket.socket]) -> None:
-    """End a stand-in as the rank in its place has ended, and the rank if its stand-in is gone."""
+    """End a placeholder with the exit code of its rank, and the rank if its placeholder is gone."""
     place, looks = places[child], select.poll()
     ended, status = os.waitpid(child, os.WNOHANG)
     if ended:
@@ -282,7 +282,7 @@ def forked(
         env: the environment there, if another.
     """
     with warnings.catch_warnings():
-        # of threads, which newer Pythons warn of: those of linear algebra are idle
+        # newer Pythons warn of threads; those of linear algebra are idle
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
@@ -322,7 +322,7 @@ def forked_on_terminal(program: Callable[[], int]) -> tuple[int, int]:
 
 
 def read_all(leader: int) -> str:
-    """Read a terminal until its program has left."""
+    """Read a terminal until its program has ended."""
     parts: list[bytes] = []
     while True:
         try:
@@ -346,7 +346,7 @@ def kill_tree(pid: int) -> None:
 
 
 class Launch:
-    """A run under mpirun that goes on in the background."""
+    """A run under mpirun in the background."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._folder, self._metrics = folder, folder / "metrics.csv"
@@ -358,7 +358,7 @@ class Launch:
         self._wait_until(lambda: self.rows() >= count, f"{count} rounds")
 
     def wait_for(self, mark: Path) -> None:
-        """Wait until a strike has made its mark; the run must not end before."""
+        """Wait until an injected fault has created its mark; the run must not end before."""
         self._wait_until(mark.exists, mark.name)
 
     def _wait_until(self, has_come: Callable[[], bool], what: str) -> None:
@@ -369,15 +369,15 @@ class Launch:
             time.sleep(0.01)
 
     def end(self) -> str:
-        """Wait for the end of all that writes to the terminal and return what was printed."""
+        """Wait until all processes that write to the terminal have ended and return what was printed."""
         try:
-            said = self.process.communicate(timeout=PATIENCE_S)[0]
+            printed = self.process.communicate(timeout=PATIENCE_S)[0]
         except subprocess.TimeoutExpired:
             kill_tree(self.process.pid)
             left = self.pids()
             pytest.fail(f"no end after {PATIENCE_S} s, left are {left}:\n{self.process.communicate()[0]}")
         # Open MPI's mpirun warns if a shell that it has started was quicker than it
-        return "".join(line for line in said.splitlines(True) if "plm:rsh: Warning: setpgid(" not in line)
+        return "".join(line for line in printed.splitlines(True) if "plm:rsh: Warning: setpgid(" not in line)
 
     def pids(self) -> list[int]:
         """Return all processes that have the run folder in their command line, mpirun and ranks."""

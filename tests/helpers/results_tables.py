@@ -7,7 +7,7 @@ A table follows a line such as <!-- results/pfedmb_table1_small.csv: accuracy, p
 <!-- results/pfedmb_table1_small_differences.csv --> or
 <!-- results/pfedla_table3_small_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
 are shown as they are: <!-- results/long_run.csv -->, another program's beside ours:
-<!-- results/beside_pfllib_theirs.csv -->. What stands between <!-- claims/pfedla.yaml --> and
+<!-- results/beside_pfllib_theirs.csv -->. The text between <!-- claims/pfedla.yaml --> and
 <!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->.
 """
 
@@ -142,7 +142,7 @@ def differences_from(lines: list[Line]) -> str:
 def diagnostics_from(lines: list[Line], quantity: str) -> str:
     """Return a quantity after the first and the last logged round, the mean over seeds.
 
-    Figures stand by layer, or where clients are told apart by these in a line a layer.
+    Figures are columns by layer, or, where these distinguish clients, one line for each layer.
     """
     lines = [line for line in lines if line["quantity"] == quantity]
     rounds = sorted({int(line["round"]) for line in lines})

@@ -1,4 +1,4 @@
-"""A SLURM of its own for the job scripts, on this machine or on nodes that this machine plays."""
+"""A SLURM for the tests of the job scripts, on this machine or on simulated nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from processes import REPOSITORY, clean_environment
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
 CORES = 16
-"""What each node says it has, so that jobs never wait for each other."""
+"""How many cores each node reports, so that jobs never wait for each other."""
 
 PATIENCE_S = 300.0
 KILL_WAIT_S = 2
@@ -186,8 +186,8 @@ class Slurm:
         end_s = time.monotonic() + 30
         while not ready():
             if daemon.poll() is not None or time.monotonic() > end_s:
-                told = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
-                raise DaemonFault(f"{command[0]} does not start here: {told}")
+                end_of_log = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
+                raise DaemonFault(f"{command[0]} does not start here: {end_of_log}")
             time.sleep(0.05)
 
     def kill_daemons(self) -> None:
@@ -211,23 +211,23 @@ class Job:
     def task(self, number: int) -> Job:
         return Job(self._slurm, f"{self.number}_{number}")
 
-    def told(self, key: str) -> str:
-        """Return what `scontrol show job` says, as of JobState, Restarts or ExitCode."""
+    def field(self, key: str) -> str:
+        """Return a field of `scontrol show job`, such as JobState, Restarts or ExitCode."""
         lines = self._slurm.call("scontrol", "--oneliner", "show", "job", self.number)
         return next(word.partition("=")[2] for word in lines.split() if word.startswith(f"{key}="))
 
     @property
     def state(self) -> str:
-        return self.told("JobState")
+        return self.field("JobState")
 
     @property
     def exit_code(self) -> int:
         """The batch script's."""
-        return int(self.told("ExitCode").partition(":")[0])
+        return int(self.field("ExitCode").partition(":")[0])
 
     @property
     def output(self) -> str:
-        path = Path(self.told("StdOut"))
+        path = Path(self.field("StdOut"))
         return path.read_text() if path.exists() else ""
 
     def wait(self, *states: str) -> None:
@@ -255,7 +255,7 @@ class Job:
 
     def come_back(self, restarts: int) -> None:
         """Wait until the job has been requeued so often. SLURM lets it wait some seconds before it starts."""
-        self.until(lambda: self.told("Restarts") == str(restarts), f"requeue {restarts}")
+        self.until(lambda: self.field("Restarts") == str(restarts), f"requeue {restarts}")
 
     def wait_for_start(self, number: int) -> None:
         """Wait until the job script runs for the `number`-th time."""
@@ -280,7 +280,7 @@ def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine()
         node_timeout=NODE_TIMEOUT_S,
     )
     configuration.write_text(text + "".join(NODE.format(node=node, cores=CORES) for node in nodes))
-    # nothing here needs control groups, and a played node has none mounted, which only version 1 puts up with
+    # no test needs control groups; simulated nodes have none mounted, which only version 1 accepts
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     slurm = Slurm(configuration, submit_folder, nodes)
     try:

@@ -1,4 +1,4 @@
-"""Files of strangers: read or refused with one line, whatever is in them, and none of their code is run.
+"""Files from strangers are read or refused with one line, whatever they contain; their code is never run.
 
 A run folder and its checkpoint, npz, LEAF, PFLlib, configurations and table files.
 """
@@ -94,7 +94,7 @@ def npz_reader(folder: Path) -> Read:
         members, name = dict(MEMBERS), draw.choice(list(MEMBERS))
         kind = draw.randrange(3)
         if kind == 1:
-            # the checksum is right for what is damaged
+            # the checksum is that of the damaged bytes
             members[name] = damaged_bytes(members[name], draw)
         elif kind == 2:
             members[draw.choice(("x", "../x.npy", "x.npy", "y.npy.npy"))] = members.pop(name)
@@ -150,7 +150,7 @@ def image_reader(folder: Path) -> Read:
 
     def read(draw: random.Random) -> object:
         whole = wholes[draw.choice(("png", "jpg"))]
-        # the kind is told by the content
+        # the content determines the kind
         (folder / "a" / "b" / "0.png").write_bytes(damaged_bytes(whole, draw))
         return read_domains(str(folder), None, 8)
 
@@ -332,7 +332,7 @@ def test_a_damaged_file_is_read_or_refused(name: str, most: int, tmp_path: Path)
 # npz, LEAF and YAML
 
 
-def test_the_header_of_an_array_is_not_run(tmp_path: Path) -> None:
+def test_the_header_of_an_array_is_not_executed(tmp_path: Path) -> None:
     shape = "__import__('os').mkdir('created')"
     text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     member = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(96)
@@ -342,7 +342,7 @@ def test_the_header_of_an_array_is_not_run(tmp_path: Path) -> None:
     assert not Path("created").exists()
 
 
-def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
+def test_one_long_text_does_not_make_a_large_array(tmp_path: Path) -> None:
     """One of a million characters among a hundred thousand short ones: 400 GB."""
     x = ["a" * 10**6, *[""] * 10**5]
     content = {"users": ["a"], "user_data": {"a": {"x": x, "y": [0]}}}
@@ -351,7 +351,7 @@ def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
         read_leaf(str(tmp_path))
 
 
-def test_yaml_runs_nothing(tmp_path: Path) -> None:
+def test_yaml_executes_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.mkdir [created]")
     with pytest.raises(UserError, match=r"config.yaml is not YAML: .*could not determine a constructor"):
         load_config(tmp_path / "config.yaml", [])
@@ -359,7 +359,7 @@ def test_yaml_runs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"extends": "a\0b"}, "must be one line of text"),
         ({"": 1}, ": is an unknown key|:  is an unknown key"),
@@ -367,16 +367,16 @@ def test_yaml_runs_nothing(tmp_path: Path) -> None:
         ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
     ],
 )
-def test_a_table_file_that_is_none_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_table_file_is_refused(
+    change: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "base.yaml").write_text("")
     (tmp_path / "table.yaml").write_text(yaml.safe_dump({**TABLE, **change}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         Table(tmp_path / "table.yaml", [], tmp_path / "runs")
 
 
-def test_an_error_is_one_line_that_a_terminal_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_printable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text('method: {name: "a\\e[2Jb\\u2028c\\u202e"}\n')
     line = refused(capsys, "plan", tmp_path / "config.yaml")
     assert r"method.name=a\x1b[2Jb c\u202e is unknown" in line
@@ -384,12 +384,12 @@ def test_an_error_is_one_line_that_a_terminal_shows(
 
 
 @pytest.mark.parametrize("source", ["npz", "pfllib", "domains"])
-def test_a_name_that_no_file_can_have(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_file_name_is_refused(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "plan", f"data.source={source}", f"data.path={'a' * 3000}")
     assert line.startswith("hpcfl: error: ")
 
 
-# Checkpoints, whose SHA-256 is right for what is wrong in them
+# Checkpoints with wrong content, whose SHA-256 is correct
 
 
 Change = Callable[[h5py.File], object]
@@ -435,7 +435,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (linked(h5py.ExternalLink("/etc/passwd", "/")), "'theta' is a link to another place"),
         (linked(h5py.SoftLink("/server/alpha")), "'theta' is a link to another place"),
@@ -446,7 +446,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         ),
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
-        # this text stands in the source of an exported model, which is run to try it
+        # this text is in the source of an exported model, which is run to test it
         (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/loss", data=np.zeros((9, 3))), "are not those of the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
@@ -456,28 +456,32 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         ),
     ],
 )
-def test_what_no_run_writes_is_refused(
-    make: Change, said: str, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_checkpoints_that_no_run_writes_are_refused(
+    make: Change,
+    expected: str,
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(copied.parent)
     change(copied, make)
     line = refused(capsys, "export", copied, "--client", "0", "--out", "out")
-    assert re.search(f"checkpoint.h5 is not a valid hpcfl checkpoint .*({said})", line)
+    assert re.search(f"checkpoint.h5 is not a valid hpcfl checkpoint .*({expected})", line)
     assert not Path("created").exists()
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "expected"),
     [
         ((3, 7), "holds no model of method.name=pfedla: its parts do not fit"),
         ((2, 47), "checkpoint.h5 is damaged (it cannot be read: "),
     ],
 )
-def test_models_of_another_size_are_no_models_of_the_run(
-    shape: tuple[int, int], said: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_models_of_another_size_are_not_exported(
+    shape: tuple[int, int], expected: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, replaced("personalised/theta", data=np.zeros(shape, np.float32)))
-    assert said in refused(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
+    assert expected in refused(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -489,14 +493,14 @@ def test_models_of_another_size_are_no_models_of_the_run(
         ("history/loss", np.zeros((3, 2))),
     ],
 )
-def test_a_run_does_not_resume_from_parts_that_are_not_its_own(
+def test_a_run_does_not_resume_from_parts_of_another_run(
     part: str, values: np.ndarray, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, replaced(part, data=values))
     assert "--fresh" in refused(capfd, "--quiet", "--out", copied, *SMALL, "train.rounds=4")
 
 
-def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
+def test_a_damaged_config_is_not_rewritten_from_the_checkpoint_of_another_run(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     change(copied, text("/", "config", np.bytes_(b"a: [")))
@@ -509,12 +513,12 @@ def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
     assert (copied / "config.yaml").read_bytes() == b"a: ["
 
 
-def test_numbers_that_are_not_where_they_should_be(copied: Path) -> None:
+def test_a_checkpoint_with_numbers_outside_the_file_is_refused(copied: Path) -> None:
     path = copied / "checkpoint.h5"
     with h5py.File(path, locking=False) as file:
         place = (file["server/theta"].id.get_offset() - 512).to_bytes(8, "little")
     whole = path.read_bytes()
-    # the address of contiguous numbers stands in the file once
+    # the file contains the address of contiguous numbers once
     assert whole.count(place) == 1
     path.write_bytes(whole.replace(place, (2**45).to_bytes(8, "little")))
     sign(path)
@@ -539,7 +543,7 @@ class Own(FedAvg):
 
 @pytest.fixture
 def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forgotten: None) -> Path:
-    """Return a run folder that brings the Python file that it says it was made with, unknown here."""
+    """Return a run folder that contains the Python file it names as its own code, unknown here."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     (tmp_path / "own.py").write_text(METHOD)
@@ -553,7 +557,7 @@ def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forg
     return folder
 
 
-def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
+def test_a_run_s_own_code_is_executed_only_if_the_user_names_it(
     with_own_code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, own = with_own_code, with_own_code / "own.py"
@@ -618,10 +622,10 @@ def test_a_page_is_not_written_through_a_link(copied: Path, tmp_path: Path) -> N
     assert mine.read_text() == "mine"
 
 
-def test_a_log_cannot_command_a_terminal(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_cannot_send_commands_to_a_terminal(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (copied / "log.txt").open("a") as file:
         file.write("2026-01-01 00:00:00 \x1b]0;owned\x07 round " + "9" * 5000 + "/1 \n")
     assert main(["watch", "--once", str(copied)]) == FINISHED
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    assert r"\x1b]0;owned\x07" in said
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert r"\x1b]0;owned\x07" in printed

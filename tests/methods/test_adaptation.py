@@ -89,7 +89,7 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
 )
 @pytest.mark.usefixtures("double")
 @pytest.mark.warns
-def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> None:
+def test_rounds_of_per_fedavg_equal_those_by_hand(variant: str, keys: tuple[str, ...]) -> None:
     keys = (f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
     run = Run(PER_FEDAVG, *keys)
     start = run.driver.initial_server()
@@ -113,16 +113,16 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
 def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said = "method.alpha=0.05, not below train.lr=0.05,.*; set method.variant=hessian_free, or a smaller"
+    expected = "method.alpha=0.05, not below train.lr=0.05,.*; set method.variant=hessian_free, or a smaller"
     for variant, alpha in (("first_order", 0.05), ("first_order", 0.04), ("exact", 0.05)):
         method_of(PerFedAvg, variant=variant, alpha=alpha)
-    (told,) = caplog.messages
-    assert re.search(said, told)
+    (warning,) = caplog.messages
+    assert re.search(expected, warning)
 
 
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.usefixtures("double")
-def test_evaluation_takes_so_many_steps_on_training_data(steps: int) -> None:
+def test_evaluation_takes_the_given_number_of_steps_on_training_data(steps: int) -> None:
     keys = ("model.batchnorm=true", "train.rounds=1", "method.alpha=0.1")
     run = Run(PER_FEDAVG, *keys, f"method.adaptation_steps={steps}")
     evaluated, kept = run.evaluated(), run.server["theta"].clone()
@@ -136,7 +136,7 @@ def test_evaluation_takes_so_many_steps_on_training_data(steps: int) -> None:
     assert torch.equal(evaluated[BUFFERS], run.server[BUFFERS].expand(4, -1))
 
 
-def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> None:
+def test_fine_tuning_replaces_the_adaptation_by_epochs_with_its_step_size() -> None:
     run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
     tuned = run.evaluated()["theta"]
     for client in range(4):
@@ -149,7 +149,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> Non
 
 
 @dataclass
-class SlowTwin:
+class Reference:
     """FedALA with autograd through the combined model; local training is `ClientGroup.sgd`."""
 
     run: Run
@@ -229,25 +229,25 @@ ENDLESS = ("method.threshold=0", "method.most_passes=3", "method.weights_lr=20",
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedala_equal_a_slow_twin(keys: tuple[str, ...], fewest: int, most: int) -> None:
+def test_rounds_of_fedala_equal_a_plain_implementation(keys: tuple[str, ...], fewest: int, most: int) -> None:
     run = Run(FEDALA, "train.rounds=4", "train.lr=0.2", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(4):
-        twin.round(number)
-    learning = [[passes for passes in of_client if passes] for of_client in twin.passes]
+        reference.round(number)
+    learning = [[passes for passes in of_client if passes] for of_client in reference.passes]
     first = {passes[0] for passes in learning}
     assert fewest <= min(first) <= max(first) <= most
     assert (len(first) > 1) == (fewest < most)
     assert all(later == [1] * len(later) for _, *later in learning)
-    assert_close(run.clients["weights"], twin.weights)
-    assert_close(run.clients["theta"], twin.own)
-    assert_close(run.server["theta"], twin.shared)
-    assert run.clients["stage"].tolist() == twin.stage
+    assert_close(run.clients["weights"], reference.weights)
+    assert_close(run.clients["theta"], reference.own)
+    assert_close(run.server["theta"], reference.shared)
+    assert run.clients["stage"].tolist() == reference.stage
     if BUFFERS in run.server:
-        assert_close(run.server[BUFFERS], twin.statistics)
-    hats = torch.stack([twin.combined(client, twin.learn(client, 4)[0]) for client in range(4)])
+        assert_close(run.server[BUFFERS], reference.statistics)
+    hats = torch.stack([reference.combined(client, reference.learn(client, 4)[0]) for client in range(4)])
     assert_close(run.evaluated()["theta"], hats)
-    rounds = torch.tensor([[len(passes)] * 2 for passes in twin.passes])
+    rounds = torch.tensor([[len(passes)] * 2 for passes in reference.passes])
     assert torch.equal(run.bytes_by_client, 8 * run.method.layout.size * rounds)
     assert (run.clients["weights"] - 1).abs().max() > 0.01
 
@@ -275,9 +275,9 @@ def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
     assert (run.evaluated()["theta"] != run.server["theta"]).any(dim=1).all()
 
 
-def test_more_adaptive_layers_than_there_are_are_refused() -> None:
-    said = r"^method\.adaptive_layers=3 is more than the model's 2 layers \(.*\); allowed: up to 2$"
-    with pytest.raises(UserError, match=said):
+def test_more_adaptive_layers_than_the_model_has_are_refused() -> None:
+    expected = r"^method\.adaptive_layers=3 is more than the model's 2 layers \(.*\); allowed: up to 2$"
+    with pytest.raises(UserError, match=expected):
         method_of(FedALA, adaptive_layers=3)
     method = method_of(FedALA, adaptive_layers=2)
     assert method.client_state(range(4))["weights"].shape == (4, method.layout.size)

@@ -1,4 +1,4 @@
-"""FedProx, FedNTD, FedLC, SCAFFOLD and MOON: FedAvg whose clients are kept from drifting apart."""
+"""FedProx, FedNTD, FedLC, SCAFFOLD and MOON: FedAvg with less drift of its clients."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FEDLC = ("method.name=fedlc", "data.partition.beta=0.5")
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin_with_its_loss(
+def test_rounds_equal_a_plain_implementation_with_the_loss(
     loss_of: Callable[[Run, int, Network], Loss], keys: tuple[str, ...]
 ) -> None:
     run = Run(*SOME, *keys)
@@ -116,7 +116,7 @@ def test_rounds_equal_a_slow_twin_with_its_loss(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_not_true_distillation_worked_out(temperature: float) -> None:
+def test_not_true_distillation_equals_that_by_hand(temperature: float) -> None:
     y = torch.tensor([0, 2])
     z_w = temperature * torch.tensor([[5.0, 0.0, math.log(3)], [0.0, 0.0, -7.0]])
     z = temperature * torch.tensor([[9.0, 1.0, 1.0], [2.0, 2.0, 30.0]])
@@ -130,7 +130,7 @@ def test_not_true_distillation_worked_out(temperature: float) -> None:
 
 
 @pytest.mark.quick
-def test_margins_worked_out() -> None:
+def test_margins_equal_those_by_hand() -> None:
     counts = torch.tensor([[16.0, 81.0, 0.0, 1.0]])
     torch.testing.assert_close(
         method_of(FedLC, tau=3).margins(counts), torch.tensor([[1.5, 1.0, torch.inf, 3.0]])
@@ -138,7 +138,7 @@ def test_margins_worked_out() -> None:
     assert method_of(FedLC, tau=0).margins(counts).tolist() == [[0.0, 0.0, torch.inf, 0.0]]
 
 
-def test_weights_of_a_class_that_nobody_of_the_round_has_stay() -> None:
+def test_weights_of_a_class_that_no_client_of_the_round_has_do_not_change() -> None:
     run = Run(*MLP, "method.name=fedlc", "train.rounds=1", "train.participation=0.25")
     (client,) = run.simulation.cohort(0).clients
     absent = class_counts(run)[client] == 0
@@ -149,7 +149,7 @@ def test_weights_of_a_class_that_nobody_of_the_round_has_stay() -> None:
         assert torch.equal((before == after).view(10, -1).all(dim=1), absent)
 
 
-def test_a_client_with_one_class_returns_fedlcs_model_as_it_came() -> None:
+def test_a_client_of_fedlc_with_one_class_returns_the_model_unchanged() -> None:
     run = Run(*MLP, "method.name=fedlc", "train.rounds=1")
     run.workplace.shard.samples("train", 2)[1].fill_(3)
     down, (up, clients) = run.method.download(run.server, run.simulation.cohort(0)), work(run, 2)
@@ -199,7 +199,9 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "keys", [(), ("method.weights=uniform", "method.global_lr=0.5", "train.weight_decay=0.01")]
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tuple[str, ...]) -> None:
+def test_rounds_of_scaffold_equal_a_plain_implementation_with_means_of_gradients(
+    keys: tuple[str, ...],
+) -> None:
     run = Run(*SOME, "method.name=scaffold", "train.lr_decay=0.8", *keys)
     theta, buffers, c, own = scaffold_by_hand(run)
     assert_close(run.server["theta"], theta)
@@ -210,7 +212,7 @@ def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tupl
 
 
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
-def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str, rest: float) -> None:
+def test_scaffold_converges_to_the_minimum_of_the_objective(weights: str, rest: float) -> None:
     """Two clients want 0 and 1; the second has three times the samples."""
     method = method_of(Scaffold, 2, weights=weights)
     method.context.num_samples = torch.tensor([10, 30])
@@ -238,7 +240,7 @@ def contrast_by_hand(z: Tensor, z_w: Tensor, z_p: Tensor, temperature: float) ->
     return -(near / (near + far)).log().mean()
 
 
-def test_moons_contrast_worked_out() -> None:
+def test_the_contrast_of_moon_equals_that_by_hand() -> None:
     moon = method_of(Moon)
     assert moon.params.temperature == 0.5
     z, z_w, z_p = torch.tensor(
@@ -257,7 +259,7 @@ def test_moons_contrast_worked_out() -> None:
     ids=["average", "local"],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_moon_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=moon", *keys)
     layout, params = run.method.layout, run.config.method.options
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial(range(4))
@@ -301,7 +303,7 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_moons_contrast_is_flat_where_both_models_agree_and_finite_for_dead_features() -> None:
+def test_the_contrast_of_moon_has_no_gradient_if_both_models_agree_and_is_finite_for_zero_features() -> None:
     moon = method_of(Moon)
     stream = torch.Generator().manual_seed(0)
     z, other = torch.randn(2, 6, 5, generator=stream)

@@ -27,7 +27,7 @@ ONE_A_ROUND = "train.participation=0.25"
 
 
 @pytest.mark.quick
-def test_the_servers_step_worked_out() -> None:
+def test_the_step_of_the_server_equals_that_by_hand() -> None:
     """Of two clients the second has three times the samples.
 
     Omega is alike, three times as large at the second or the first, and nothing.
@@ -69,7 +69,7 @@ def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffer
     ids=str,
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, ELASTIC, *keys)
     layout = run.method.layout
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
@@ -90,8 +90,8 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     assert matters.double().mean() > 0.99
 
 
-def test_measuring_does_not_touch_training() -> None:
-    """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
+def test_measuring_sensitivity_does_not_change_training() -> None:
+    """Clients send the models and running statistics of FedAvg, to the bit, and Omega."""
     sent = []
     for name in ("elastic", "fedavg"):
         run = Run(*SOME, *SLIPPERY, "train.rounds=1", f"method.name={name}")
@@ -103,7 +103,7 @@ def test_measuring_does_not_touch_training() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_server_optimiser_acts_on_the_elastic_step() -> None:
+def test_a_server_optimiser_uses_the_elastic_step() -> None:
     keys = (ELASTIC, *MLP, *SOME[:-1], "train.rounds=1")
     plain, double = Run(*keys), Run(*keys, "server.optimiser=momentum", "server.lr=2")
     start = plain.method.context.initial_parameters()

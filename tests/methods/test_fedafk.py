@@ -1,4 +1,4 @@
-"""FedAFK: invariants, numbers worked out, and a slow twin of its round."""
+"""FedAFK: invariants, numbers worked out, and a plain implementation of its round."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fixed_head(run: Run) -> Tensor:
 # The fixed head
 
 
-def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None:
+def test_all_clients_and_rounds_share_one_fixed_head_that_no_client_owns() -> None:
     run = Run(OURS, *MLP, "train.participation=0.5")
     head, h_0 = run.method.layout.head, fixed_head(run)
     assert torch.equal(run.driver.initial_server()["theta"][head], h_0)
@@ -45,7 +45,7 @@ def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None
     assert not torch.equal(other.server["theta"][head], h_0)
 
 
-def test_the_fixed_head_never_travels() -> None:
+def test_the_fixed_head_is_never_sent() -> None:
     run = Run(OURS, *MLP, "train.rounds=1")
     channel = Channel(Communicator(), run.method.layers, 4)
     cohort = Cohort(0, tuple(range(4)), run.method.context.num_samples)
@@ -61,7 +61,7 @@ def test_the_fixed_head_never_travels() -> None:
 
 
 @pytest.mark.parametrize(("shape", "num_bytes"), [((1, 28, 28), 2_307_584), ((3, 32, 32), 3_493_632)])
-def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: int) -> None:
+def test_bytes_are_those_of_the_paper_s_networks(shape: tuple[int, int, int], num_bytes: int) -> None:
     options = MODELS["fedavgcnn"].options()
     layout = ParameterLayout(build_network("fedavgcnn", SampleType(shape), 10, options, 0))
     assert 4 * layout.body.stop == num_bytes
@@ -70,7 +70,7 @@ def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: in
 # The coefficient
 
 
-def test_without_mixing_the_coefficient_is_one_for_ever() -> None:
+def test_without_mixing_the_coefficient_stays_one() -> None:
     keys = (OURS, *MLP, "train.rounds=2")
     run = Run(*keys, "method.coefficient_lr=10", "method.mixing=false", "method.coefficient=0.2")
     assert torch.equal(run.clients["coefficient"], torch.ones(4))
@@ -95,7 +95,7 @@ def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, s
 # The round, one client at a time
 
 
-class SlowTwin:
+class Reference:
     """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
 
     def __init__(self, run: Run) -> None:
@@ -190,15 +190,15 @@ class SlowTwin:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(OURS, "train.rounds=2", "method.coefficient_lr=0.5", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    shared = parameters_to_vector(twin.shared.parameters()).detach()
+        reference.round(number)
+    shared = parameters_to_vector(reference.shared.parameters()).detach()
     assert_close(run.server["theta"], shared)
-    assert_close(run.evaluated(), models_of(run, twin.local))
-    assert_close(run.clients["coefficient"], torch.stack(twin.coefficient))
+    assert_close(run.evaluated(), models_of(run, reference.local))
+    assert_close(run.clients["coefficient"], torch.stack(reference.coefficient))
     if run.config.method.options.mixing:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
 
@@ -211,7 +211,7 @@ def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
         (("method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"), 2 * 2 * 4),
     ],
 )
-def test_each_schedule_takes_its_epochs_of_each_update(keys: tuple[str, ...], steps: int) -> None:
+def test_each_schedule_runs_its_epochs_of_each_update(keys: tuple[str, ...], steps: int) -> None:
     """28 samples in batches of 8, two local epochs, and one epoch of the head."""
     run = Run(OURS, *MLP, "train.rounds=1", "train.local_epochs=2", *keys)
     assert int(work(run, 0)[1].steps) == steps

@@ -48,7 +48,7 @@ ON_A_LINE = torch.tensor([[0.0, 7.0], [1.0, 7.0], [3.0, 7.0]])
 
 
 @pytest.mark.parametrize(("scale", "mean"), [("none", 1.0), ("mean", 14 / 3)])
-def test_distance_weights_worked_out(scale: str, mean: float) -> None:
+def test_weights_by_distance_equal_those_by_hand(scale: str, mean: float) -> None:
     method = method_of(FedAMP, 3, sigma=2, alpha=0.5, scale=scale)
     found = method.attention(ON_A_LINE, (0, 2), ALL[:3])
     # alpha A'(x) = alpha / sigma exp(-x / sigma)
@@ -58,7 +58,7 @@ def test_distance_weights_worked_out(scale: str, mean: float) -> None:
 
 
 @pytest.mark.parametrize(("self_weight", "own"), [(None, 1 / 3), (0.6, 0.6)])
-def test_cosine_weights_worked_out(self_weight: float | None, own: float) -> None:
+def test_weights_by_cosine_equal_those_by_hand(self_weight: float | None, own: float) -> None:
     method = method_of(FedAMP, 3, weights="cosine", sigma=2, self_weight=self_weight)
     models = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 5.0]])
     found = method.attention(models, (0, 1, 2), ALL[:3])
@@ -120,7 +120,7 @@ def weights_by_hand(run: Run, models: Tensor, client: int, known: set[int]) -> T
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_fedamps_rounds_by_hand(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedamp_equal_those_by_hand(keys: tuple[str, ...]) -> None:
     run = Run(FEDAMP, *SOME, "train.rounds=4", "method.pull=0.5", *keys)
     models, known = run.method.context.initial_parameters(range(4)), set[int]()
     for number in range(4):
@@ -154,7 +154,7 @@ def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None
     sent = MethodAdapter(method).download(server, everyone)["theta"]
     shares = method.attention(models, everyone.clients, server["is_known"] == 1)
     assert_close(sent, shares @ models, atol=1e-6)
-    # clients 2 and 3 stand at the same point, and yet nobody but themselves listens to them
+    # clients 2 and 3 have the same model, but no other client uses it
     assert (shares[:, 2:] > 0).tolist() == [[False, False]] * 2 + [[True, False], [False, True]]
     assert (shares[:, :2] > 0).all()
 
@@ -170,7 +170,7 @@ def test_close_models_far_from_zero_keep_their_distances() -> None:
 
 @pytest.mark.parametrize("diverged", [torch.nan, 1e25])
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
-def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
+def test_a_diverged_client_is_not_combined_with_others(weights: str, diverged: float) -> None:
     method = method_of(FedAMP, weights=weights)
     models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
     models[2, 5] = diverged
@@ -216,7 +216,7 @@ def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out() ->
     assert run.bytes_by_client[:, 0].sum() == 0
 
 
-def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> None:
+def test_held_out_samples_are_used_for_weights_and_never_for_training() -> None:
     run = Run(FEDFOMO, *MLP, *UNEQUAL_FEW, "method.models=3", "method.held_out=0.3")
     shard = run.workplace.shard
     client, number = 3, 4
@@ -243,11 +243,11 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
 # FedFomo's weights
 
 
-def test_combining_worked_out() -> None:
+def test_combined_models_equal_those_by_hand() -> None:
     method = method_of(FedFomo, models=2)
     candidates = torch.tensor([[[1.0, 0.0], [0.0, 8.0], [4.0, 4.0]]]).expand(4, -1, -1)
     weights = torch.tensor([[1.0, -5.0, 3.0], [0.0, 2.0, 0.0], [-1.0, -2.0, 0.0], [0.0, 0.0, 0.0]])
-    # the last two have no positive weight and go on from their own model
+    # the last two have no positive weight and continue from their own model
     expected = [[3.25, 3.0], [0.0, 8.0], [1.0, 0.0], [1.0, 0.0]]
     assert method.combined(candidates, weights).tolist() == expected
     # a model without a weight may be no numbers
@@ -256,7 +256,7 @@ def test_combining_worked_out() -> None:
 
 
 @pytest.mark.parametrize(("model", "fewest"), [("digits_cnn", 2), ("resnet18", 3)])
-def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: int) -> None:
+def test_a_client_needs_samples_for_weights_and_for_training(model: str, fewest: int) -> None:
     """The last BatchNorm of a ResNet18 sees one number a channel and sample, on images as small as these."""
 
     def fedfomo(count: int) -> FedFomo:
@@ -280,7 +280,7 @@ def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("keys", [("method.models=3",), ("method.models=2", "method.epsilon=0")])
 @pytest.mark.usefixtures("double")
-def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedfomo_equal_those_by_hand(keys: tuple[str, ...]) -> None:
     run = Run(FEDFOMO, *SOME, "train.rounds=5", "train.lr=0.2", *keys)
     models = run.method.context.initial_parameters(range(4))
     own, previous, affinity = models.clone(), models.clone(), torch.zeros(4, 4)
@@ -330,7 +330,7 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
 # What the server of FedFomo sends
 
 
-def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
+def test_raw_weights_are_added_at_the_positions_of_the_sent_models() -> None:
     method = method_of(FedFomo, models=2)
     server = MethodAdapter(method).initial_server()
     server["affinity"] += 10
@@ -358,7 +358,7 @@ def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.M
     assert method_of(FedAMP).server_diagnostics({"models": torch.ones(4, 2)}) == {}
 
 
-def test_the_models_sent_are_those_that_rank_highest_but_never_the_own() -> None:
+def test_the_highest_ranked_models_are_sent_but_never_the_client_s_own() -> None:
     method = method_of(FedFomo, 5, models=3, epsilon=0)
     server = MethodAdapter(method).initial_server()
     server["models"] = random(5, method.layout.size)
@@ -406,19 +406,19 @@ def test_a_model_that_was_never_trained_is_not_sent() -> None:
             assert set(ids) <= {1, 2, 3} - {client}
 
 
-def test_clients_that_rank_alike_come_in_random_order() -> None:
+def test_clients_of_equal_rank_are_in_random_order() -> None:
     method = method_of(FedFomo, models=1, epsilon=0)
     assert {int(method.chosen(torch.zeros(4), ALL, 1, number)) for number in range(30)} == {0, 2, 3}
 
 
 @pytest.mark.parametrize(("clients", "models"), [(1, 0), (4, 3), (9, 5)])
-def test_by_default_clients_get_five_models_or_all_there_are(clients: int, models: int) -> None:
+def test_by_default_clients_receive_five_models_or_all(clients: int, models: int) -> None:
     assert method_of(FedFomo, clients).num_received == models
 
 
 def test_more_models_than_other_clients_are_refused() -> None:
-    said = "method.models=4 is more than the other clients; allowed: 0 to 3"
-    with pytest.raises(UserError, match=re.escape(said)):
+    expected = "method.models=4 is more than the other clients; allowed: 0 to 3"
+    with pytest.raises(UserError, match=re.escape(expected)):
         method_of(FedFomo, models=4)
     method_of(FedFomo, models=3)
     with pytest.raises(UserError, match=re.escape("allowed: 0 to 0, as there are 1 clients")):

@@ -1,4 +1,4 @@
-"""FedCAC: critical numbers, who collaborates, and rounds by hand."""
+"""FedCAC: critical weights, collaborators, and rounds by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO_TENSORS = (Slot("a", (4,), 0, 4, "layer"), Slot("b", (3,), 4, 7, "layer"))
         (1.0, [1, 1, 0, 1, 1, 1, 1]),
     ],
 )
-def test_critical_numbers_worked_out(share: float, expected: list[int]) -> None:
+def test_critical_weights_equal_those_by_hand(share: float, expected: list[int]) -> None:
     """Omega is 2, 6, 0, 1 in the first tensor of four numbers, and 0, 8, 3 in the second of three."""
     start = torch.tensor([[0.0, 5.0, 7.0, 2.0, -3.0, 6.0, 4.0]])
     theta = torch.tensor([[2**0.5, 6.0, 7.0, 1.0, 0.0, 2.0, 1.0]])
@@ -41,12 +41,12 @@ def test_critical_numbers_worked_out(share: float, expected: list[int]) -> None:
     assert found.int().tolist() == [expected]
 
 
-def test_equal_numbers_at_the_edge_are_all_critical() -> None:
+def test_equal_values_at_the_threshold_are_all_critical() -> None:
     start, theta = torch.zeros(2, 7), torch.ones(2, 7)
     assert critical_numbers(start, theta, TWO_TENSORS, 0.5).all()
 
 
-def test_a_number_that_only_rounding_moves_is_not_critical() -> None:
+def test_a_weight_changed_only_by_rounding_is_not_critical() -> None:
     """The first tensor's largest number is 2, and its rounding error 2.4e-7."""
     theta = torch.tensor([[2.0, 0.001, 0.001, 0.001, 2.0, 0.001, 0.001]])
     start = theta + torch.tensor([[1e-6, 3e-6, 0.0, 5e-6, 1.0, 1.0, 1.0]])
@@ -56,7 +56,7 @@ def test_a_number_that_only_rounding_moves_is_not_critical() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("count", [7, 8, 9])
-def test_bits_come_out_of_bytes_as_they_went_in(count: int) -> None:
+def test_bits_packed_into_bytes_are_unpacked_unchanged(count: int) -> None:
     bits = random(3, count) > 0
     found = packed(bits)
     assert found.dtype == torch.uint8
@@ -68,7 +68,7 @@ def test_bits_come_out_of_bytes_as_they_went_in(count: int) -> None:
 # Who collaborates
 
 
-def test_overlaps_and_collaborators_worked_out() -> None:
+def test_overlaps_and_collaborators_equal_those_by_hand() -> None:
     """The first two have one of two critical numbers in common, the third has one number, the first's."""
     bits = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]]).bool()
     expected = [[1, 1 - 2 / 4, 1 - 1 / 4], [1 - 2 / 4, 1, 1 - 3 / 4], [1 - 1 / 2, 1 - 3 / 2, 1]]
@@ -82,8 +82,8 @@ def test_overlaps_and_collaborators_worked_out() -> None:
     assert torch.equal(collaborators(found, 1.1), torch.eye(3).bool())
 
 
-def test_the_alike_and_the_lone_collaborate() -> None:
-    """All overlaps are equal, at any time: rounding of their mean parts nobody."""
+def test_clients_with_equal_overlaps_and_single_clients_collaborate() -> None:
+    """All overlaps are equal, at any time: rounding of their mean separates no clients."""
     third = torch.full((5, 5), 1 / 3, dtype=torch.float64)
     assert all(collaborators(third, progress).all() for progress in (0.0, 0.3, 1.0, 7.0))
     assert collaborators(torch.ones(1, 1), 3.0).tolist() == [[True]]
@@ -132,7 +132,7 @@ def mixed_by_hand(
     "keys", [("train.participation=0.5", "method.beta=1.5"), ("method.share=0.3", "method.beta=4")], ids=str
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_by_hand(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_those_by_hand(keys: tuple[str, ...]) -> None:
     run = Run(FEDCAC, *MLP, *UNEQUAL_FEW, "train.lr_decay=0.8", "train.rounds=4", *keys)
     start = run.method.context.initial_parameters()
     models, known, critical = start.repeat(4, 1), list[int](), dict[int, set[int]]()
@@ -153,7 +153,7 @@ def test_rounds_by_hand(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("clients", [(0, 2), (1, 3)])
-def test_who_has_uploaded_nothing_or_nan_has_no_part_and_starts_from_the_mean(
+def test_a_client_that_uploaded_nothing_or_nan_is_left_out_and_starts_from_the_mean(
     clients: tuple[int, int],
 ) -> None:
     method = method_of(FedCAC, 4)

@@ -26,7 +26,7 @@ FEDDBE = "method.name=feddbe"
 FEATURES = 64
 
 
-class Twin:
+class Reference:
     """FedDBE with a module and two of torch's optimisers for each client."""
 
     def __init__(self, run: Run) -> None:
@@ -85,20 +85,20 @@ class Twin:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*keys, FEDDBE)
-    twin = Twin(run)
+    reference = Reference(run)
     for number in range(3):
-        twin.round(number)
-    assert_close(run.server["theta"], twin.theta)
-    assert_close(run.server["consensus"], twin.consensus)
-    assert_close(run.clients["offset"], twin.offsets)
+        reference.round(number)
+    assert_close(run.server["theta"], reference.theta)
+    assert_close(run.server["consensus"], reference.consensus)
+    assert_close(run.clients["offset"], reference.offsets)
     if "buffers" in run.server:
-        assert_close(run.server["buffers"], twin.buffers)
+        assert_close(run.server["buffers"], reference.buffers)
     assert run.clients["offset"].abs().max() > 1e-3
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        assert_close(predicted(run, client, x), twin.probabilities(client, x))
+        assert_close(predicted(run, client, x), reference.probabilities(client, x))
 
 
 @pytest.mark.usefixtures("double")

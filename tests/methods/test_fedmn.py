@@ -129,7 +129,7 @@ def assert_same_weights(run: Run, server: State, model: nn.Module, names: Sequen
 
 
 @pytest.mark.parametrize(("architecture", "model"), [([1, 1], FLAT), ([1, 1, 1], WITH_BATCHNORM)])
-def test_with_one_path_it_is_fedavg(double: None, architecture: list[int], model: tuple[str, ...]) -> None:
+def test_with_one_path_fedmn_is_fedavg(double: None, architecture: list[int], model: tuple[str, ...]) -> None:
     depth = len(architecture)
     shape = (f"method.architecture={architecture}", f"method.widths={[6, 5][: depth - 1]}")
     keys = ("train.participation=0.75", "train.momentum=0.5", "train.weight_decay=0.01")
@@ -170,7 +170,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     return method, before, rows, server["theta"]
 
 
-def test_means_over_the_clients_where_a_block_was_active() -> None:
+def test_a_block_is_averaged_over_the_clients_that_used_it() -> None:
     method, before, rows, after = aggregated("normalised", [1, 2, 5])
     for name, weights in [
         ("encoder1", [1 / 8, 2 / 8, 5 / 8]),
@@ -184,7 +184,7 @@ def test_means_over_the_clients_where_a_block_was_active() -> None:
     assert torch.equal(piece(method, after, "block3_2"), piece(method, before, "block3_2"))
 
 
-def test_the_papers_sum_shrinks_what_few_clients_use() -> None:
+def test_the_sum_of_the_paper_shrinks_blocks_that_few_clients_use() -> None:
     method, _, rows, after = aggregated("sum", [1, 2, 5])
     assert torch.equal(piece(method, after, "block2_1"), piece(method, rows[1], "block2_1") * 0.25)
     expected = piece(method, rows, "block3_1")
@@ -197,7 +197,7 @@ def test_the_papers_sum_shrinks_what_few_clients_use() -> None:
 
 
 @pytest.mark.parametrize("routing", ["straight", "soft"])
-def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
+def test_a_step_equals_plain_autograd(double: None, routing: str) -> None:
     keys = ("method.router_lr=0.7", "method.router_spread=0.3", "train.batch_size=64", "train.rounds=2")
     run = Run(*NARROW, f"method.routing={routing}", *keys)
     run.server = run.method.server_state()
@@ -234,7 +234,7 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     assert piece(run.method, flat, "router").abs().max() > 1e-6
 
 
-def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
+def test_a_step_with_dropout_equals_plain_autograd(double: None) -> None:
     keys = ("method.routing=open", "method.dropout=0.4", "train.batch_size=64", "train.rounds=1")
     run = Run(*NARROW, *keys)
     start = run.server = run.method.server_state()
@@ -254,7 +254,7 @@ def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
     gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
     expected = start["theta"] - run.config.train.lr * torch.cat([g.reshape(-1) for g in gradients])
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
-    # all paths are open whatever the router says
+    # all paths are open, independent of the router
     assert torch.equal(piece(run.method, trained, "router"), piece(run.method, start["theta"], "router"))
 
 
@@ -315,7 +315,7 @@ def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, l
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_in_a_chain_each_client_goes_on_from_the_one_before_it(double: None, engine: str) -> None:
+def test_in_a_chain_each_client_starts_from_the_model_of_the_one_before(double: None, engine: str) -> None:
     keys = (*NARROW, *UNEQUAL, "method.order=chain", "train.rounds=1", "method.router_lr=1e-12")
     run = Run(*keys, f"run.engine={engine}", "run.clients_at_once=3")
     expected, rows = chain_by_hand(run, run.method.server_state()["theta"], run.clients["decision"])
@@ -327,7 +327,7 @@ def test_in_a_chain_each_client_goes_on_from_the_one_before_it(double: None, eng
     assert (side_by_side - run.server["theta"]).abs().max() > 1e-3
 
 
-def test_a_chain_starts_anew_from_the_server_in_every_round(double: None) -> None:
+def test_a_chain_starts_from_the_server_s_model_in_every_round(double: None) -> None:
     keys = (*NARROW, "method.order=chain", "method.architecture=[1,1,1]", "train.participation=0.25")
     # a chain of one client is none
     chain, parallel = (Run(*keys, f"method.order={order}") for order in ("chain", "parallel"))
@@ -341,11 +341,11 @@ def test_a_chain_is_refused_on_three_ranks_and_more(
     """On two, tests/simulation/test_bits.py runs it."""
     keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
     assert run_here(tmp_path / "refused", keys) == BAD_INPUT
-    told = capfd.readouterr().err
-    assert told.count("hpcfl: error: ") == world.is_server
+    printed = capfd.readouterr().err
+    assert printed.count("hpcfl: error: ") == world.is_server
     if world.is_server:
-        assert "method.order=chain trains a round's clients one after the other and needs" in told
-        assert f"not {world.num_workers}: start one or two ranks, or remove this key" in told
+        assert "method.order=chain trains a round's clients one after the other and needs" in printed
+        assert f"not {world.num_workers}: start one or two ranks, or remove this key" in printed
 
 
 # Decisions
@@ -389,7 +389,7 @@ def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decision
     assert not torch.equal(found["decision"], others["decision"])
 
 
-def test_the_temperature_falls_geometrically_and_not_in_the_pretraining() -> None:
+def test_the_temperature_falls_geometrically_but_not_in_the_pretraining() -> None:
     def temperatures(rounds: int, *keys: str) -> list[float]:
         decisions = make_method(*FLAT, f"train.rounds={rounds}", *keys).decisions
         return [decisions.temperature(number) for number in range(rounds)]
@@ -484,7 +484,7 @@ def test_a_run_that_ends_in_the_pretraining_has_the_classifier_as_its_network(tm
     torch.testing.assert_close(probabilities, torch.from_numpy(run.predict(0, x)))
 
 
-def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:
+def test_all_encoders_start_from_the_pretrained_body(pretrained: Run) -> None:
     method, layout = pretrained.method, pretrained.method.layout
     start = method.server_state()["theta"]
     for name in ("encoder2", "router", "block2_1", "block3_2"):

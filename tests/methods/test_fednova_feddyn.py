@@ -27,7 +27,7 @@ def steps_of(run: Run, client: int) -> int:
 
 
 @pytest.mark.quick
-def test_factors_of_gradients_worked_out() -> None:
+def test_factors_of_gradients_equal_those_by_hand() -> None:
     """With momentum 0.5 the gradients of three steps enter with 1 + 1/2 + 1/4, 1 + 1/2 and 1."""
     steps = torch.tensor([1, 2, 3])
     assert_close(sum_of_factors(steps, 0.0), steps.double(), atol=0)
@@ -35,7 +35,7 @@ def test_factors_of_gradients_worked_out() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fednova_equal_a_slow_twin() -> None:
+def test_rounds_of_fednova_equal_a_plain_implementation() -> None:
     keys = ("train.local_epochs=2", "train.lr_decay=0.8", "train.momentum=0.8", "train.weight_decay=0.01")
     run = Run(*SOME, "method.name=fednova", *keys)
     samples = run.method.context.num_samples
@@ -62,7 +62,7 @@ def test_rounds_of_fednova_equal_a_slow_twin() -> None:
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
-def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
+def test_fednova_converges_to_the_minimum_of_the_objective() -> None:
     """Two clients want 0 and 1; the second has three times the samples, and nine times the steps.
 
     With FedAvg they would rest near (0.75 * 9) / (0.25 + 0.75 * 9) = 0.964.
@@ -85,7 +85,9 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
     "keys", [("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01"), ADAM]
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
+def test_rounds_of_feddyn_equal_a_plain_implementation_with_all_terms_in_its_loss(
+    keys: tuple[str, ...],
+) -> None:
     run = Run(*SOME, "method.name=feddyn", "method.alpha=0.3", "train.lr_decay=0.8", *keys)
     samples = run.method.context.num_samples
     w, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
@@ -118,7 +120,7 @@ def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tup
 
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
 @pytest.mark.parametrize("sampled", [(0, 1), None], ids=["both", "by turns"])
-def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
+def test_feddyn_converges_to_the_minimum_of_the_objective(
     weights: str, rest: float, sampled: tuple[int, ...] | None
 ) -> None:
     """Two clients want 0 and 1; the second has three times the samples. Each finds its minimum exactly."""

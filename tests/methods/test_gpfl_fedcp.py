@@ -1,4 +1,4 @@
-"""GPFL and FedCP, whose clients have a head of their own and a module that goes by their data.
+"""GPFL and FedCP, whose clients have their own head and a module that depends on their data.
 
 Against rounds with torch's own modules and optimiser.
 """
@@ -117,7 +117,7 @@ class Guided(OfClient):
         return self.head(self.valve(self.body(x), condition))
 
 
-def test_embeddings_are_drawn_by_the_seed_and_the_body_starts_as_the_models() -> None:
+def test_embeddings_are_drawn_from_the_seed_and_the_body_starts_as_the_model_s() -> None:
     one, other = (Run(GPFL, "train.rounds=1", f"run.seed={seed}") for seed in (1, 2))
     first = one.driver.initial_server()["theta"]
     place = slice(one.method.context.layout.body.stop, one.method.context.layout.body.stop + 640)
@@ -217,7 +217,7 @@ def discrepancy(one: Tensor, other: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(kind: type[OfClient], keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(kind: type[OfClient], keys: tuple[str, ...]) -> None:
     run = Run(*keys)
     start = run.driver.initial_server()
     theta, buffers = start["theta"], start.get("buffers", torch.empty(0))
@@ -247,7 +247,7 @@ def test_rounds_equal_a_slow_twin(kind: type[OfClient], keys: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("method", [GPFL, FEDCP])
-def test_unseen_clients_learn_their_head_alone(method: str) -> None:
+def test_unseen_clients_train_only_their_head(method: str) -> None:
     keys = ("data.clients=5", "data.unseen_clients=0.4", "train.unseen_epochs=3", "model.batchnorm=true")
     run = Run(*UNEQUAL_FEW, method, *keys)
     models = adapted_by_head_alone(run, HEAD)

@@ -1,4 +1,4 @@
-"""kNN-Per: its neighbours worked out by hand, what it is for extreme values, and how clients weigh them."""
+"""kNN-Per: neighbours by hand, extreme values of its keys, and how clients choose its weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcfl.models.neighbours import neighbour_probabilities
 KNN_PER = "method.name=knn_per"
 
 
-def test_neighbours_vote_by_their_distances() -> None:
+def test_neighbours_vote_with_weights_by_distance() -> None:
     store = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 2.0], [30.0, 0.0]])
     labels = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]])
     # squared distances from (0, 1): 1, 18, 1, 901; each is divided by scale F = 8
@@ -32,7 +32,7 @@ def test_neighbours_vote_by_their_distances() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_predictions_by_hand() -> None:
+def test_predictions_equal_those_by_hand() -> None:
     keys = ("model.batchnorm=true", "method.neighbours=4", "method.scale=0.5", "method.weight=0.3")
     run = Run(*UNEQUAL_FEW, KNN_PER, *keys)
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
@@ -80,7 +80,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
             losses.append(-chosen.log().mean().item())
         run.method.params = run.method.params.model_copy(update={"weight": None})
         assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
-        # test samples, and training samples' order, have no say
+        # test samples and the order of training samples have no effect
         run.workplace.shard.samples("test", client)[0].neg_()
     assert torch.equal(run.evaluated()["weight"], weights)
     assert len(weights.unique()) > 1
@@ -104,7 +104,7 @@ def test_clients_with_one_sample_and_with_one_class() -> None:
     assert predicted(run, 2, x).isfinite().all()
 
 
-def test_unseen_clients_make_their_store_without_a_step() -> None:
+def test_unseen_clients_make_their_store_without_training() -> None:
     keys = ("data.clients=5", "data.unseen_clients=0.4", "train.unseen_epochs=7", "train.rounds=1")
     run = Run(*UNEQUAL_FEW, KNN_PER, *keys)
     models = run.adapted()

@@ -1,6 +1,6 @@
 """What every method scores, and that both engines train it alike.
 
-A method is under test by being in METHODS; what is expected of it stands in the table SCORED below, and in
+A method is under test by being in METHODS; what is expected of it is in the table SCORED below, and in
 those of test_three_rounds.py.
 
 Shapes: N clients, P trainable numbers, U running statistics, L layers, K classes.
@@ -89,7 +89,7 @@ def finished(settings: list[str]) -> Callable[[str, str], Run]:
 
 
 @pytest.mark.usefixtures("double")
-def test_sizes_are_those_of_the_network(finished: Callable[[str, str], Run]) -> None:
+def test_sizes_match_the_network(finished: Callable[[str, str], Run]) -> None:
     run = finished("fedavg", "loop")
     layout = run.method.layout
     assert {layer.name: slice(layer.start, layer.stop) for layer in layout.layers()} == LAYERS
@@ -265,7 +265,7 @@ def mixed_branches(run: Run) -> State:
 
 
 def with_neighbours(run: Run) -> State:
-    """Store the features of the newest model, and weigh three neighbours by what they say of one another."""
+    """Store the features of the newest model, and choose the weight of three neighbours on stored samples."""
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
     most = int(run.method.context.num_samples.max())
     store = torch.full((N, most, network.num_features), torch.inf)
@@ -362,7 +362,7 @@ SCORE_THEIR_OWN = (
     *("fedcac", "ditto", "apfl", "fedphp", "fedafk"),
 )
 SCORED_ELSEWHERE = ("fedala",)
-"""Methods whose twin, in their own file, also works out what is scored."""
+"""Methods whose plain implementation, in their own test file, also computes what is scored."""
 SCORED: dict[str, Callable[[Run], State]] = {
     **dict.fromkeys(SCORE_THE_SHARED, the_same_for_all),
     **dict.fromkeys(SCORE_THEIR_OWN, own),
@@ -399,7 +399,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SCORED_ELSEWHERE])
 @pytest.mark.usefixtures("double")
-def test_scored_model(finished: Callable[[str, str], Run], case: str) -> None:
+def test_the_scored_model_is_the_expected_one(finished: Callable[[str, str], Run], case: str) -> None:
     model = expected("SCORED", SCORED, case)
     run = finished(case, "loop")
     torch.testing.assert_close(run.evaluated(), model(run), rtol=1e-9, atol=1e-12)
@@ -422,7 +422,7 @@ def evaluated(run: Run, *groups: range) -> State:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_engines_agree(
+def test_both_engines_agree(
     finished: Callable[[str, str], Run], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, batched = finished(case, "loop"), finished(case, "batched")
@@ -456,7 +456,7 @@ def loss_on_training_data(run: Run, clients: ClientGroup, model: Message) -> flo
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
+def test_models_are_scored_at_the_expected_moments(finished: Callable[[str, str], Run], case: str) -> None:
     """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
     run = finished(case, "loop")
     driver, traits, state = run.driver, run.method.traits, run.workplace.state
@@ -507,7 +507,7 @@ def assert_same_model(one: Message, other: Message) -> None:
 
 
 @pytest.mark.parametrize("method", ["gpfl", "fedcp", "feddbe"])
-def test_one_class_alone_and_classes_that_nobody_holds_keep_all_finite(method: str) -> None:
+def test_numbers_stay_finite_with_one_class_and_with_classes_that_no_client_has(method: str) -> None:
     run = Run(f"method.name={method}", "train.rounds=2")
     give_one_class_each(run)
     up, clients = work(run, 0, 2)
@@ -522,7 +522,7 @@ ALPHA = Diagnostic("alpha", ("client",), "", "")
 
 
 class Careless(FedAvg):
-    """Evaluates models of each client's own, and says nothing else about it."""
+    """Evaluates each client's own model, and declares nothing else."""
 
     name = "careless"
 
@@ -534,7 +534,7 @@ class Careless(FedAvg):
 @pytest.mark.parametrize(
     ("name", "rows"), [("fedavg", 1), ("fedbabu", 1), ("fedem", 1), ("fedper", 4), ("careless", 4)]
 )
-def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
+def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     monkeypatch.setitem(METHODS, "careless", Careless)
@@ -549,7 +549,7 @@ def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
 
 
 @pytest.mark.parametrize(
-    ("hook", "value", "said"),
+    ("hook", "value", "expected"),
     [
         ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
@@ -558,22 +558,22 @@ def test_what_all_clients_share_is_saved_once_and_what_is_each_one_s_apart(
         ("train", Message(shared={"theta": torch.zeros(3)}), "returned theta as shared; return them per_c"),
     ],
 )
-def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:
+def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
     kind = type("Mistaken", (FedAvg,), {hook: lambda *_: value})
-    with pytest.raises((TypeError, ValueError), match=said) as caught:
+    with pytest.raises((TypeError, ValueError), match=expected) as caught:
         Run("method.name=fedavg", kind=kind)
     assert "Mistaken" in str(caught.value)
 
 
 class Moody(FedAvg):
-    """Sends a tensor of its own."""
+    """Sends its own tensor."""
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         mood = Message(per_client={"mood": torch.zeros(len(clients), 2)}, num_clients=len(clients))
         return super().train(clients, down) | mood
 
 
-def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:
+def test_the_traffic_of_an_own_tensor_is_counted_by_its_name() -> None:
     keys = ("method.name=fedavg", "train.rounds=1")
     more = Run(*keys, kind=Moody).bytes_by_client - Run(*keys).bytes_by_client
     assert more.tolist() == [[0, 8]] * len(more)
@@ -586,13 +586,13 @@ class Returning(FedAvg):
         return up
 
 
-def test_scoring_an_upload_puts_nothing_into_it() -> None:
+def test_scoring_an_upload_does_not_change_it() -> None:
     keys = ("method.name=fedavg", "model.batchnorm=true", "train.buffers=local", "run.eval_every=1")
     assert torch.equal(Run(*keys, kind=Returning).bytes_by_client, Run(*keys).bytes_by_client)
 
 
 class Without(FedAvg):
-    """Says that there is no model right after the download, though the one that is scored is there."""
+    """Declares no model after the download, although it scores that one."""
 
     name = "without"
 
@@ -600,7 +600,7 @@ class Without(FedAvg):
         return Message()
 
 
-def test_what_a_method_says_of_its_model_after_the_download_holds(
+def test_the_declared_model_after_the_download_is_the_actual_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "without", Without)
@@ -615,7 +615,7 @@ def test_what_a_method_says_of_its_model_after_the_download_holds(
     assert own["accuracy_after_training"] == plain["accuracy_after_training"]
 
 
-def test_a_network_set_beside_its_layout_is_told() -> None:
+def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
     def careless(self: FedAvg, context: Context, params: Params) -> None:
         super(FedAvg, self).__init__(context, params)
         self.network = torch.nn.Linear(3, 2)
@@ -626,7 +626,7 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "member", "value", "said"),
+    ("base", "member", "value", "expected"),
     [
         (FedAvg, "as_module", nn.Linear, "predicts_by=network needs neither predict nor as_module of its"),
         (FedEM, "predict", FedAvg.predict, "predicts_by=module needs both predict and as_module, from the"),
@@ -645,31 +645,31 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
         (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
     ],
 )
-def test_a_class_whose_hooks_contradict_each_other_cannot_be_made(
-    base: type[Method], member: str, value: object, said: str
+def test_a_class_with_contradictory_hooks_is_refused(
+    base: type[Method], member: str, value: object, expected: str
 ) -> None:
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=expected):
         type("Mistaken", (base,), {member: value})
 
 
-def test_a_diagnostic_is_of_clients_first() -> None:
+def test_the_first_axis_of_a_diagnostic_is_clients() -> None:
     with pytest.raises(ValueError, match="must be 'client'"):
         Diagnostic("alpha", ("layer", "client"), "", "")
 
 
 @pytest.mark.parametrize(
-    ("hook", "key", "said"),
+    ("hook", "key", "expected"),
     [
         ("eval_model", "train.finetune_epochs=0", "cannot be written here"),
         ("finetune", "train.finetune_epochs=1", "cannot be written here"),
         ("new_client_model", "data.unseen_clients=0.5", r"inside `clients\.temporary_state\(\)`"),
     ],
 )
-def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, said: str) -> None:
+def test_an_evaluation_cannot_write_the_state_of_clients(hook: str, key: str, expected: str) -> None:
     def write(self: Local, clients: ClientGroup, *_: object) -> None:
         clients["theta"] = clients["theta"] + 1
 
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=expected):
         Run("method.name=local", "train.rounds=1", key, kind=type("Writes", (Local,), {hook: write}))
 
 
@@ -688,7 +688,7 @@ def test_averages_are_in_the_state_of_the_server() -> None:
         Run("method.name=fedavg", "train.rounds=1", kind=kind)
 
 
-def test_an_upload_without_a_model_says_what_is_missing() -> None:
+def test_an_upload_without_a_model_is_refused_with_what_is_missing() -> None:
     class Updates(FedAvg):
         def train(self, clients: ClientGroup, down: Message) -> Message:
             assert clients.round == 0
@@ -698,7 +698,7 @@ def test_an_upload_without_a_model_says_what_is_missing() -> None:
         Run("method.name=fedavg", kind=Updates)
 
 
-def test_a_codec_sends_differences_of_what_a_method_names_alone() -> None:
+def test_a_codec_sends_differences_only_of_tensors_that_the_method_names() -> None:
     class Whole(FedAvg):
         traits = FedAvg.traits.replace(differences=())
 

@@ -1,4 +1,4 @@
-"""What a client that took no part in training learns, and what stays as it is.
+"""What a client that took no part in training learns, and what does not change.
 
 Shapes: U such clients, N others, P trainable numbers, L layers.
 """
@@ -64,7 +64,9 @@ def assert_adapted(run: Run, theta: Tensor, buffers: Tensor) -> None:
         (["method.name=fedala"], EPOCHS),
     ],
 )
-def test_fine_tunes_the_global_model_for_unseen_or_local_epochs(keys: list[str], epochs: int) -> None:
+def test_a_new_client_fine_tunes_the_global_model_for_unseen_or_local_epochs(
+    keys: list[str], epochs: int
+) -> None:
     run = finished(*keys)
     theta, buffers = trained(run, run.server["theta"], run.server["buffers"], "finetune", epochs=epochs)
     assert_adapted(run, theta, buffers)
@@ -78,7 +80,7 @@ def test_fine_tunes_the_global_model_for_unseen_or_local_epochs(keys: list[str],
         (["method.name=fedphp"], "global"),
     ],
 )
-def test_does_a_first_round_alone(keys: list[str], start: str) -> None:
+def test_a_new_client_runs_a_first_round_alone(keys: list[str], start: str) -> None:
     run = finished(*keys)
     first = run.method.context.initial_parameters() if start == "initial" else run.server["theta"]
     theta, buffers = trained(run, first, run.method.buffers.initial(), "batches")
@@ -86,7 +88,7 @@ def test_does_a_first_round_alone(keys: list[str], start: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedper", "fedrod", "fedpac"])
-def test_trains_a_head_under_the_body_of_the_server(method: str) -> None:
+def test_a_new_client_trains_a_head_on_the_body_of_the_server(method: str) -> None:
     run = finished(f"method.name={method}")
     head = run.method.layout.head
     start = run.server["theta"].clone()
@@ -97,7 +99,7 @@ def test_trains_a_head_under_the_body_of_the_server(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedbn", "lg_fedavg"])
-def test_trains_its_own_layers_alone(method: str) -> None:
+def test_a_new_client_trains_only_its_own_layers(method: str) -> None:
     run = finished(f"method.name={method}")
     theta, is_own = run.adapted()["theta"][0], run.method.is_own
     assert torch.equal(theta[~is_own], run.server["theta"][~is_own])
@@ -105,7 +107,7 @@ def test_trains_its_own_layers_alone(method: str) -> None:
     assert (theta[is_own] != start[is_own]).double().mean() > 0.9
 
 
-def test_fedem_learns_the_mixture_by_em() -> None:
+def test_a_new_client_of_fedem_learns_the_mixture_by_em() -> None:
     run = finished("method.name=fedem", "method.components=2")
     models = zip(run.server["theta"], run.server["buffers"], strict=True)
     likelihood = torch.stack([(-losses(run, *model)).exp() for model in models], dim=1)
@@ -120,8 +122,8 @@ def test_fedem_learns_the_mixture_by_em() -> None:
 
 
 @pytest.mark.parametrize("method", ["pfedla", "heurpfedla"])
-def test_pfedla_weighs_the_models_of_the_others(method: str) -> None:
-    """The twin trains the mixture for an epoch, and puts Delta into eq. 10 by autograd."""
+def test_a_new_client_of_pfedla_mixes_the_models_of_the_others(method: str) -> None:
+    """The reference trains the mixture for an epoch, and computes eq. 10 of Delta by autograd."""
     run = finished(f"method.name={method}")
     models, layers = run.server["theta"], run.method.layers
     outputs, buffers, largest = torch.zeros(len(layers), N), run.method.buffers.initial(), 0.0
@@ -142,7 +144,7 @@ def test_pfedla_weighs_the_models_of_the_others(method: str) -> None:
     assert losses(run, theta, buffers).mean() < losses(run, models.mean(dim=0), buffers).mean()
 
 
-def test_pfedmb_mixes_the_branches_of_the_server() -> None:
+def test_a_new_client_of_pfedmb_mixes_the_branches_of_the_server() -> None:
     run = finished("method.name=pfedmb", "method.branches=3")
     found, branches = run.adapted(), run.server["branches"]
     weights = []
@@ -160,7 +162,7 @@ def test_pfedmb_mixes_the_branches_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("keys", [[], ["method.private_head=true"]])
-def test_pfedhn_learns_an_embedding(keys: list[str]) -> None:
+def test_a_new_client_of_pfedhn_learns_an_embedding(keys: list[str]) -> None:
     run = finished("method.name=pfedhn", "method.hidden=10", "method.start=drawn", *keys)
     params, generator, layout = run.method.params, run.method.generator, run.method.layout
     weights = {n.removeprefix("hypernetwork/"): t for n, t in run.server.items() if n.startswith("hyper")}
@@ -187,7 +189,7 @@ def test_pfedhn_learns_an_embedding(keys: list[str]) -> None:
     assert (layout.size > generator.outputs) == bool(keys)
 
 
-def test_ifca_trains_the_model_that_fits() -> None:
+def test_a_new_client_of_ifca_trains_the_model_of_lowest_loss() -> None:
     run = finished("method.name=ifca")
     models = zip(run.server["theta"], run.server["buffers"], strict=True)
     best = min(models, key=lambda model: float(losses(run, *model).mean()))
@@ -195,7 +197,7 @@ def test_ifca_trains_the_model_that_fits() -> None:
     assert_adapted(run, theta, buffers)
 
 
-def test_per_fedavg_takes_its_step_of_adaptation() -> None:
+def test_a_new_client_of_per_fedavg_takes_an_adaptation_step() -> None:
     run = finished("method.name=per_fedavg", "train.momentum=0", "train.weight_decay=0")
     network = network_with(run, run.server["theta"], run.server["buffers"])
     x, y = next(batches_of(run, N, ROUNDS, "evaluation", 1))
@@ -205,7 +207,7 @@ def test_per_fedavg_takes_its_step_of_adaptation() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedamp", "fedfomo"])
-def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
+def test_a_new_client_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     run = finished(f"method.name={method}", "train.participation=0.34")
     server = dict(run.server)
     known = server["is_known"] == 1
@@ -228,7 +230,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedper", "pfedla", "pfedmb", "pfedhn", "fedem"])
-def test_both_engines_adapt_alike(method: str) -> None:
+def test_both_engines_adapt_new_clients_equally(method: str) -> None:
     keys = (f"method.name={method}", "train.rounds=1", "data.clients=5", "data.unseen_clients=0.5")
     loop, batched = (
         Run(*KEYS, *keys, f"run.engine={engine}", "run.clients_at_once=3").adapted()

@@ -111,7 +111,7 @@ THREE_EPOCHS_LOCAL = ("train.local_epochs=3", "train.buffers=local")
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], stays: Names, phases: Phases) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...], stays: Names, phases: Phases) -> None:
     run = Run(*SOME, *SLIPPERY, *keys)
     assert len(set(run.method.context.num_samples.tolist())) > 1
     theta, buffers = rounds_by_hand(run, numbers(run, stays), phases)
@@ -119,12 +119,12 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], stays: Names, phases: P
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.traits.needs_body])
-def test_a_model_that_is_nothing_but_a_head_is_refused(
+def test_a_model_that_is_only_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
-    said = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
-    assert refused(capsys, *words).startswith(said)
+    expected = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
+    assert refused(capsys, *words).startswith(expected)
 
 
 # FedRep
@@ -143,7 +143,7 @@ def test_fedrep_whose_head_has_all_epochs_is_refused() -> None:
 
 @pytest.mark.parametrize(("finetune", "part"), [("all", ""), ("head", "head."), ("body", "body.")])
 @pytest.mark.usefixtures("double")
-def test_fedbabu_tunes_what_it_is_told_to(finetune: str, part: str) -> None:
+def test_fedbabu_fine_tunes_the_chosen_layers(finetune: str, part: str) -> None:
     keys = (f"method.finetune={finetune}", "train.finetune_epochs=2", "train.rounds=1")
     run = Run(*SOME, *SLIPPERY, "method.name=fedbabu", *keys)
     networks = [network_with(run, run.server["theta"], run.server["buffers"]) for _ in range(4)]
@@ -161,7 +161,7 @@ def loaded(module: nn.Module, flat: Tensor) -> nn.Module:
     return module
 
 
-class FedRoDTwin:
+class FedRoDReference:
     """FedRoD with torch's SGD and modules of their own for g, p_i and H."""
 
     def __init__(self, run: Run) -> None:
@@ -227,21 +227,21 @@ class FedRoDTwin:
 
 @pytest.mark.parametrize("keys", [SLIPPERY, ADAM, ("method.hyper_head=true", "method.hidden=3", *SLIPPERY)])
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedrod_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=fedrod", *keys)
-    twin = FedRoDTwin(run)
+    reference = FedRoDReference(run)
     for number in range(run.config.train.rounds):
-        twin.round(number)
-    server = {"theta": twin.theta, "buffers": twin.buffers}
-    clients = {"head": torch.stack(twin.heads)} if twin.psi is None else {}
-    server |= {} if twin.psi is None else {"hypernetwork": twin.psi}
+        reference.round(number)
+    server = {"theta": reference.theta, "buffers": reference.buffers}
+    clients = {"head": torch.stack(reference.heads)} if reference.psi is None else {}
+    server |= {} if reference.psi is None else {"hypernetwork": reference.psi}
     assert_close((run.server, run.clients), (server, clients))
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        assert_close(predicted(run, client, x), twin.probabilities(client, x))
+        assert_close(predicted(run, client, x), reference.probabilities(client, x))
 
 
-def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:
+def test_a_class_without_samples_does_not_change_its_generic_weights_and_all_stays_finite() -> None:
     run = Run("method.name=fedrod")
     assert all(tensor.isfinite().all() for tensor in (*run.server.values(), *run.clients.values()))
     for client in range(4):

@@ -1,6 +1,6 @@
 """Methods whose clients keep a model of their own: Ditto, APFL, pFedMe and FedPHP.
 
-Twins in plain torch go through whole rounds in float64.
+Plain torch implementations run whole rounds in float64.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOME = (*UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
 
 
 @pytest.mark.usefixtures("double")
-def test_dittos_rounds_by_hand() -> None:
+def test_rounds_of_ditto_equal_those_by_hand() -> None:
     run = Run(DITTO, *MLP, *SOME, "method.pull=2", "method.personal_epochs=2")
     w = run.method.context.initial_parameters()
     own = [w] * 4
@@ -66,7 +66,7 @@ def test_dittos_rounds_by_hand() -> None:
 
 @pytest.mark.parametrize("alpha_moves", ["round", "step"])
 @pytest.mark.usefixtures("double")
-def test_apfls_rounds_by_hand_with_autograd_through_the_mixture(alpha_moves: str) -> None:
+def test_rounds_of_apfl_equal_those_by_hand_with_autograd_through_the_mixture(alpha_moves: str) -> None:
     keys = ("method.alpha=0.6", "method.alpha_lr=0.5", f"method.alpha_moves={alpha_moves}")
     run = Run(APFL, *MLP, *SOME, *keys, "train.local_epochs=2")
     w = run.method.context.initial_parameters()
@@ -97,7 +97,7 @@ def test_apfls_rounds_by_hand_with_autograd_through_the_mixture(alpha_moves: str
 
 
 @pytest.mark.parametrize("alpha_moves", ["round", "step"])
-def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
+def test_alpha_stays_in_its_interval(alpha_moves: str) -> None:
     # one mini-batch a round, after which alpha moves no more
     keys = ("train.rounds=2", "train.batch_size=100")
     run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", *keys)
@@ -113,7 +113,7 @@ def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
 
 @pytest.mark.parametrize(("pull", "steps", "beta"), [(15, 3, 1.0), (5, 2, 0.5), (5, 1, 2.0)])
 @pytest.mark.usefixtures("double")
-def test_pfedmes_rounds_by_hand(pull: float, steps: int, beta: float) -> None:
+def test_rounds_of_pfedme_equal_those_by_hand(pull: float, steps: int, beta: float) -> None:
     keys = (f"method.pull={pull}", f"method.steps={steps}", f"method.beta={beta}", "train.lr=0.02")
     run = Run(PFEDME, *MLP, *SOME, *keys, "method.personal_lr=0.03")
     w = run.method.context.initial_parameters()
@@ -151,21 +151,23 @@ def test_pfedme_refuses_steps_that_diverge_and_warns_of_those_that_overshoot(
     keys = (PFEDME, *MLP, "train.rounds=1", "train.batch_size=100")
     with pytest.raises(UserError, match=r"is 2, .* diverges; set train.lr below 0.1, or method.pull below 5"):
         Run(*keys, "train.lr=0.2", "method.pull=10")
-    said = "is 1.5, how far w_i follows theta_i in one mini-batch: from 1 on .*; set train.lr below 0.0667"
+    expected = (
+        "is 1.5, how far w_i follows theta_i in one mini-batch: from 1 on .*; set train.lr below 0.0667"
+    )
     run = Run(*keys, "train.lr=0.1", "method.pull=15")
     start = run.method.context.initial_parameters()
     # of one mini-batch: half as far again as to theta_i
     w = start + 1.5 * (run.clients["theta"].mean(dim=0) - start)
     torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-6)
     Run(*keys, "train.lr=0.1", "method.pull=9.9")
-    (told,) = caplog.messages
-    assert re.search(said, told)
+    (warning,) = caplog.messages
+    assert re.search(expected, warning)
 
 
 # FedPHP
 
 
-def test_the_discrepancy_worked_out() -> None:
+def test_the_discrepancy_equals_that_by_hand() -> None:
     one, other = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [1.0]])
 
     def by_hand(width: float) -> float:
@@ -180,7 +182,7 @@ def test_the_discrepancy_worked_out() -> None:
     assert float(found) == pytest.approx(2 - 2 / math.e, abs=1e-6)
 
 
-def test_the_discrepancy_keeps_nothing_of_every_pairs_features() -> None:
+def test_the_discrepancy_stores_no_features_of_pairs() -> None:
     one, other, sizes = random(20, 50).requires_grad_(), random(20, 50, seed=1), []
 
     def note(tensor: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ def apart(regulariser: str, ours: tuple[Tensor, Tensor], known: tuple[Tensor, Te
 
 @pytest.mark.parametrize("regulariser", ["mmd", "distillation"])
 @pytest.mark.usefixtures("double")
-def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: str) -> None:
+def test_rounds_of_fedphp_equal_those_by_hand_with_a_teacher_in_evaluation_mode(regulariser: str) -> None:
     keys = (f"method.regulariser={regulariser}", "method.bandwidths=[1, 4]", "method.transfer=0.5")
     # two of four clients a round, though 0.4 of four is less
     run = Run(FEDPHP, *SOME, "model.batchnorm=true", *keys, "train.participation=0.4")
@@ -247,7 +249,7 @@ def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: s
 
 
 @pytest.mark.parametrize("method", ["ditto", "fedamp", "fedfomo", "fedafk"])
-def test_a_download_brings_what_the_next_training_starts_from(method: str) -> None:
+def test_a_download_contains_the_model_from_which_training_starts(method: str) -> None:
     keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.participation=0.5", "train.rounds=2")
     run = Run(*keys, f"method.name={method}")
     cohort = Cohort(2, tuple(range(4)), run.method.context.num_samples)

@@ -47,7 +47,7 @@ def test_a_head_gives_the_posterior_of_gaussians() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_moments_worked_out() -> None:
+def test_mean_and_covariance_equal_those_by_hand() -> None:
     """Class 0 has a mean of its own; class 1 has two samples, around the mean of others; class 2 has none."""
     method = method_of(PFedFDA, ridge=0.5)
     features = torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 3.0], [5.0, 5.0], [6.0, 4.0]])
@@ -58,7 +58,7 @@ def test_moments_worked_out() -> None:
     assert_close(found.covariance, torch.tensor([[7.0, -3.0], [-3.0, 7.0]]) / 4 + 0.5 * torch.eye(2))
 
 
-def test_folds_are_halves_of_each_class() -> None:
+def test_each_fold_is_half_of_each_class() -> None:
     y = torch.tensor([3] * 10 + [1] * 7 + [0])
     found, other = (folds(y, torch_stream(seed, "folds")) for seed in (0, 1))
     assert [found[y == label].sum().item() for label in (3, 1, 0)] == [5, 4, 1]
@@ -66,7 +66,7 @@ def test_folds_are_halves_of_each_class() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_client_like_all_others_trusts_them_and_one_unlike_them_itself() -> None:
+def test_a_client_like_the_others_uses_their_statistics_and_a_different_one_its_own() -> None:
     method, everyone = method_of(PFedFDA), Gaussians(3 * random(K, F), torch.eye(F))
     y = torch.arange(40) % 8
     alike = everyone.means[y] + random(40, F, seed=1)
@@ -76,7 +76,7 @@ def test_a_client_like_all_others_trusts_them_and_one_unlike_them_itself() -> No
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_client_of_few_samples_of_one_class_finds_a_head(count: int) -> None:
+def test_a_client_with_few_samples_of_one_class_has_a_head(count: int) -> None:
     method, everyone = method_of(PFedFDA), Gaussians(random(K, F).double(), torch.eye(F).double())
     features, y = random(count, F, seed=1).double(), torch.full((count,), 4)
     share = method.chosen_share(features, y, folds(y, torch_stream(0, "folds")), everyone)
@@ -85,7 +85,7 @@ def test_a_client_of_few_samples_of_one_class_finds_a_head(count: int) -> None:
     assert all(part.isfinite().all() for part in method.head(found, method.priors(y)))
 
 
-def test_of_a_client_that_has_diverged_a_head_is_nan_and_no_error() -> None:
+def test_the_head_of_a_diverged_client_is_nan_and_no_error() -> None:
     method = method_of(PFedFDA)
     gaussians = Gaussians(torch.full((K, F), torch.nan), torch.full((F, F), torch.nan))
     assert method.head(gaussians, method.priors(torch.arange(K)))[0].isnan().all()
@@ -103,7 +103,7 @@ def test_of_a_client_that_has_diverged_a_head_is_nan_and_no_error() -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, PFEDFDA, *keys)
     layout = run.method.layout
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
@@ -132,7 +132,7 @@ def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_without_a_share_of_the_clients_the_first_gaussians_stay() -> None:
+def test_the_first_gaussians_stay_if_clients_have_no_weight() -> None:
     run = Run(*SOME, PFEDFDA, "method.beta=0", "train.rounds=1")
     start = run.method.server_state()
     for name in ("means", "covariance"):
@@ -141,7 +141,7 @@ def test_without_a_share_of_the_clients_the_first_gaussians_stay() -> None:
 
 @pytest.mark.usefixtures("double")
 def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
-    """Client 0 has class 0 alone, and sends all other means as they came."""
+    """Client 0 has only class 0, and returns all other means unchanged."""
     run = Run(PFEDFDA, "data.partition.name=iid", "train.rounds=1", "method.beta=1")
     give_one_class_each(run)
     up, clients = work(run, 0, 1)
@@ -155,7 +155,7 @@ def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_new_client_makes_its_head_without_a_training_step() -> None:
+def test_a_new_client_makes_its_head_without_training() -> None:
     run = Run(*SOME, PFEDFDA, "data.unseen_clients=0.3", "method.beta=0.5", "train.rounds=1")
     found, body = run.adapted(), run.method.layout.body
     assert torch.equal(found["theta"][0, body], run.server["theta"][body])

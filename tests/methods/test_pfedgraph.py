@@ -25,7 +25,7 @@ PFEDGRAPH = "method.name=pfedgraph"
     ("alpha", "expected"),
     [(2.0, [7 / 12, 4 / 12, 1 / 12]), (1.0, [3 / 4, 1 / 4, 0.0]), (0.1, [1.0, 0.0, 0.0])],
 )
-def test_weights_worked_out(alpha: float, expected: list[float]) -> None:
+def test_weights_equal_those_by_hand(alpha: float, expected: list[float]) -> None:
     """Clients of as many samples, whose moves have cosines 1, 0 and -1 with the first one's."""
     method = method_of(PFedGraph, 3, alpha=alpha)
     models = method.context.initial_parameters(range(3))
@@ -37,7 +37,7 @@ def test_weights_worked_out(alpha: float, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.8, 20.0])
-def test_weights_are_the_minimum(alpha: float) -> None:
+def test_weights_are_the_minimum_of_the_objective(alpha: float) -> None:
     """Where a weight is above 0, the objective's slope is at its lowest."""
     method = method_of(PFedGraph, 6, alpha=alpha)
     method.context.num_samples = torch.tensor([5, 10, 20, 5, 40, 20])
@@ -54,7 +54,7 @@ def test_weights_are_the_minimum(alpha: float) -> None:
     assert 1 < (weights > 0).sum() <= 36
 
 
-def test_who_has_uploaded_nothing_or_nan_is_nobodys_neighbour_and_starts_from_the_mean() -> None:
+def test_a_client_that_uploaded_nothing_or_nan_has_no_neighbours_and_starts_from_the_mean() -> None:
     method = method_of(PFedGraph, 4)
     method.context.num_samples = torch.tensor([10, 30, 5, 5])
     server = MethodAdapter(method).initial_server()
@@ -81,7 +81,7 @@ def test_who_has_uploaded_nothing_or_nan_is_nobodys_neighbour_and_starts_from_th
 
 
 @pytest.mark.usefixtures("double")
-def test_the_gradient_of_the_cosine_is_autograds_and_0_before_anything_has_moved() -> None:
+def test_the_gradient_of_the_cosine_equals_autograd_s_and_is_0_at_the_start() -> None:
     moves, towards = random(3, 50).requires_grad_(), random(3, 50, seed=1)
     cosine_similarity(moves, towards, dim=1).sum().backward()
     assert moves.grad is not None
@@ -113,7 +113,7 @@ def weights_by_hand(run: Run, models: Tensor, client: int, known: Sequence[int])
     "keys", [("method.alpha=2", "method.pull=0.5"), ("method.alpha=0.3",)], ids=["wide", "narrow"]
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_by_hand(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_those_by_hand(keys: tuple[str, ...]) -> None:
     some = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8", "train.rounds=4")
     run = Run(PFEDGRAPH, *some, *keys)
     start = run.method.context.initial_parameters()

@@ -84,7 +84,7 @@ def close(found: State, expected: State) -> None:
 
 @pytest.mark.parametrize("hidden_layers", [0, 2])
 @pytest.mark.usefixtures("double")
-def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> None:
+def test_models_and_gradients_equal_those_of_plain_modules(hidden_layers: int) -> None:
     shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=hidden_layers)
     state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
     leaves, clients, slopes = leaves_of(state), [3, 1], random(2, 17, seed=99)
@@ -103,7 +103,7 @@ def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> 
 # Starts
 
 
-def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() -> None:
+def test_a_common_start_generates_the_model_s_weights_and_a_random_start_does_not() -> None:
     common, drawn = (Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn"))
     initial = common.method.context.initial_parameters()
     equal, apart = (
@@ -151,7 +151,7 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("step", ["sequential", "mean"])
-def test_a_step_makes_nothing_as_large_as_the_hypernetworks_head(step: str) -> None:
+def test_a_step_allocates_no_tensor_as_large_as_the_head_of_the_hypernetwork(step: str) -> None:
     run, server = method_of(f"method.server_step={step}")
     deltas = random(2, MODEL)
     with Sizes() as sizes:
@@ -162,7 +162,7 @@ def test_a_step_makes_nothing_as_large_as_the_hypernetworks_head(step: str) -> N
 
 @pytest.mark.parametrize("clip", [1e9, 0.5])
 @pytest.mark.usefixtures("double")
-def test_one_mean_step_is_torchs_sgd_on_the_mean_product(clip: float) -> None:
+def test_one_mean_step_equals_torch_s_sgd_on_the_mean_product(clip: float) -> None:
     run, server = method_of("method.server_step=mean", *STEP, f"method.clip={clip}")
     leaves = leaves_of(part(server))
     optimiser = torch.optim.SGD(leaves.values(), **SGD)
@@ -180,7 +180,7 @@ def test_one_mean_step_is_torchs_sgd_on_the_mean_product(clip: float) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_sequential_steps_are_torchs_sgd_one_client_after_the_other() -> None:
+def test_sequential_steps_equal_torch_s_sgd_one_client_after_the_other() -> None:
     run, server = method_of("method.server_step=sequential", *STEP, "method.clip=0.5")
     leaves = leaves_of(part(server))
     embedding = [row.detach().requires_grad_() for row in leaves.pop("embedding")]
@@ -207,7 +207,7 @@ def test_sequential_steps_are_torchs_sgd_one_client_after_the_other() -> None:
 # Sizes and traffic
 
 
-def test_sizes_are_the_authors() -> None:
+def test_sizes_are_those_of_the_authors() -> None:
     run = Run(OURS, "train.rounds=1", "data.clients=9", "data.per_client=20")
     shape = run.method.generator
     assert (shape.embedding, shape.hidden, shape.hidden_layers) == (3, 100, 3)
@@ -235,7 +235,7 @@ class Given(ConvNetOptions):
     weights: str = "weights.pt"
 
 
-def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
+def test_given_weights_are_the_common_start_and_refused_with_a_random_start() -> None:
     sizes = torch.tensor([4, 4])
     context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
     common = PFedHN(context, PFedHNParams())

@@ -1,4 +1,4 @@
-"""pFedLA and HeurpFedLA: invariants, and a slow twin of Algorithm 1."""
+"""pFedLA and HeurpFedLA: invariants, and a plain implementation of Algorithm 1."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OwnModelOnly(PFedLA):
         return state
 
 
-def test_weights_by_samples_are_fedavg() -> None:
+def test_weights_by_samples_make_pfedla_fedavg() -> None:
     fedavg = Run(*UNEQUAL, "method.name=fedavg")
     ours = Run(*UNEQUAL, "method.hypernetwork_lr=0", kind=SampleWeights)
     assert len(set(ours.method.context.num_samples.tolist())) > 1
@@ -63,7 +63,7 @@ def test_weights_by_samples_are_fedavg() -> None:
     assert (expected[0] - ours.method.context.initial_parameters()).abs().max() > 0.01
 
 
-def test_one_hot_weights_are_local_training_to_the_bit() -> None:
+def test_one_hot_weights_make_pfedla_local_training_to_the_bit() -> None:
     keys = ("train.participation=0.5", "model.batchnorm=true")
     local = Run(*keys, "method.name=local")
     ours = Run(*keys, "method.hypernetwork_lr=0", kind=OwnModelOnly)
@@ -117,7 +117,7 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 
 
 @pytest.mark.parametrize("optimiser", ["scaled", "adam"])
-def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
+def test_a_client_whose_model_moves_to_another_client_s_weighs_that_client_more(optimiser: str) -> None:
     keys = ("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
     run = Run(*keys, "train.rounds=1")
     server = run.driver.initial_server()
@@ -166,7 +166,7 @@ def test_low_rank_steps_descend_through_the_mixed_models_of_the_whole_cohort(wei
 
 
 @pytest.mark.parametrize("optimiser", ["scaled", "adam"])
-def test_codes_of_a_layer_that_the_whole_cohort_retains_do_not_move(optimiser: str) -> None:
+def test_codes_of_a_layer_that_the_whole_cohort_retains_do_not_change(optimiser: str) -> None:
     keys = (*DIVERSE, *LOW_RANK, "train.rounds=2", "method.name=heurpfedla", "method.k=1")
     run = Run(*keys, f"method.optimiser={optimiser}", kind=retaining("fc1"))
     fc1 = [layer.name for layer in run.method.layers].index("fc1")
@@ -177,7 +177,9 @@ def test_codes_of_a_layer_that_the_whole_cohort_retains_do_not_move(optimiser: s
         assert steps == [0 if number == fc1 else 2 for number in range(4)]
 
 
-def test_of_too_many_weights_those_of_own_models_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_weights_of_own_models_are_recorded_if_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run(*DIVERSE, *LOW_RANK, "train.rounds=1")
     alpha = run.method.alpha(run.server, range(4))
     assert torch.equal(run.method.derived(run.server)["alpha"], alpha)
@@ -204,7 +206,7 @@ def normalised(outputs: Tensor, weights: str) -> Tensor:
     return outputs.relu() / outputs.relu().sum(dim=-1, keepdim=True)
 
 
-class SlowTwin:
+class Reference:
     """pFedLA with a torch module a client and autograd through the mixed models; running statistics local.
 
     All clients retain the layers `kept`.
@@ -279,19 +281,19 @@ KEEPS_FC1 = ("method.name=heurpfedla", "method.k=1", "method.optimiser=sgd", "me
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin_with_one_module_a_client(
+def test_rounds_equal_a_plain_implementation_with_one_module_for_each_client(
     keys: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     run = Run(*DIVERSE, *keys, kind=retaining(*kept) if kept else None)
-    twin = SlowTwin(run, kept)
+    reference = Reference(run, kept)
     for number in range(run.config.train.rounds):
-        twin.round(number)
-    assert_close(run.server["theta"], twin.theta)
+        reference.round(number)
+    assert_close(run.server["theta"], reference.theta)
     for name, tensor in hypernetworks(run.server).items():
-        rows = [h.tensors(run.method.hypernetworks)[name] for h in twin.hypernetworks]
+        rows = [h.tensors(run.method.hypernetworks)[name] for h in reference.hypernetworks]
         assert_close(tensor, torch.stack(rows))
-    mixed = torch.stack([twin.mixture(client).detach() for client in range(run.num_clients)])
-    expected = {"theta": mixed, "buffers": twin.buffers}
+    mixed = torch.stack([reference.mixture(client).detach() for client in range(run.num_clients)])
+    expected = {"theta": mixed, "buffers": reference.buffers}
     assert_close(run.evaluated(), expected)
     start = run.driver.initial_server()
     assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
@@ -301,7 +303,7 @@ def test_rounds_equal_a_slow_twin_with_one_module_a_client(
 
 
 @pytest.mark.parametrize(("layer", "num_layers"), [("module", 6), ("block", 4), ("tensor", 12)])
-def test_each_layer_of_the_chosen_granularity_has_weights_of_its_own(layer: str, num_layers: int) -> None:
+def test_each_layer_of_the_chosen_granularity_has_its_own_weights(layer: str, num_layers: int) -> None:
     run = Run(
         *DIVERSE, "train.rounds=1", "model.batchnorm=true", f"method.layer={layer}", "train.buffers=mixed"
     )
@@ -354,7 +356,7 @@ class Retains(HeurpFedLA):
     ("settings", "least", "most"),
     [(["method.optimiser=scaled"], 0.7, 1.0), (["method.optimiser=adam"], 0.0, 0.5)],
 )
-def test_heurpfedla_keeps_the_fully_connected_layers_unless_adam_takes_the_scale_away(
+def test_heurpfedla_retains_the_fully_connected_layers_unless_adam_removes_the_scale(
     settings: list[str], least: float, most: float
 ) -> None:
     run = Run(
@@ -368,7 +370,7 @@ def test_heurpfedla_keeps_the_fully_connected_layers_unless_adam_takes_the_scale
     )
     by_layer = run.server["retained_rounds"].sum(dim=0)
     assert [layer.name for layer in run.method.layers] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]
-    # of two rounds no weight tells layers apart; Adam's may later
+    # in the first two rounds no weight distinguishes layers; with Adam it may later
     assert 8 * 5 < by_layer.sum() <= 8 * 6
     # a uniform choice would give these two of six layers a third
     assert least <= float(by_layer[-2:].sum() / by_layer.sum()) <= most
@@ -379,7 +381,7 @@ def retaining(*names: str) -> type[HeurpFedLA]:
 
 
 @pytest.mark.parametrize("buffers", ["local", "mixed"])
-def test_k_zero_is_pfedla_to_the_bit(buffers: str) -> None:
+def test_with_k_zero_heurpfedla_is_pfedla_to_the_bit(buffers: str) -> None:
     keys = (*DIVERSE, "model.batchnorm=true", f"train.buffers={buffers}", "train.participation=0.75")
     pfedla = Run(*keys)
     ours = Run(*keys, "method.name=heurpfedla", "method.k=0")
@@ -387,7 +389,7 @@ def test_k_zero_is_pfedla_to_the_bit(buffers: str) -> None:
     assert torch.equal(ours.bytes_by_client, pfedla.bytes_by_client)
 
 
-def test_more_layers_than_there_are_cannot_be_retained() -> None:
+def test_more_retained_layers_than_the_model_has_are_refused() -> None:
     with pytest.raises(UserError, match=r"method\.k=5 is more than the model's 4 layers .*allowed: up to 4"):
         Run("method.name=heurpfedla", "method.k=5")
 
@@ -408,7 +410,7 @@ def test_the_layers_of_largest_self_weight_are_retained_unless_others_tie_with_t
     assert tied.tolist() == [[False] * 4, [True, False, False, True]]
 
 
-def test_self_weights_that_round_to_one_are_told_apart_by_what_they_leave() -> None:
+def test_self_weights_that_round_to_one_are_ordered_by_their_distance_to_one() -> None:
     run = Run("method.name=heurpfedla", "method.k=1", "train.rounds=1")
     outputs = torch.zeros(1, 4, 4)
     outputs[0, :, 2] = torch.tensor([30.0, 34.0, 38.0, 34.0])
@@ -417,7 +419,7 @@ def test_self_weights_that_round_to_one_are_told_apart_by_what_they_leave() -> N
     assert run.method.retained(alpha, [2]).tolist() == [[False, False, True, False]]
 
 
-def test_heads_of_retained_layers_do_not_move() -> None:
+def test_heads_of_retained_layers_do_not_change() -> None:
     adam = "method.optimiser=adam"
     run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2", adam)
     start = {name: rows.clone() for name, rows in run.server.items()}
@@ -448,7 +450,7 @@ EMNIST, CIFAR = (28, 28, 1), (32, 32, 3)
         (CIFAR, ("fc1", "conv2", "fc3"), 45_904, 379.812),
     ],
 )
-def test_table_3(
+def test_bytes_saved_are_those_of_table_3(
     tmp_path: Path, shape: tuple[int, ...], kept: tuple[str, ...], bytes_down: int, cost_mib: float
 ) -> None:
     """Cost of 10 clients over 75 rounds, which is 3000 bytes a number."""

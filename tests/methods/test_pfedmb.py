@@ -1,4 +1,4 @@
-"""pFedMB: invariants, numbers worked out, and a slow twin of Algorithm 1."""
+"""pFedMB: invariants, numbers worked out, and a plain implementation of Algorithm 1."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def alpha_of(run: Run) -> Tensor:
         (("method.shared_alpha=true", "method.aggregation=plain", "method.finetune=weights"), LOCAL),
     ],
 )
-def test_one_branch_is_fedavg_to_the_bit(of_method: tuple[str, ...], keys: tuple[str, ...]) -> None:
+def test_with_one_branch_pfedmb_is_fedavg_to_the_bit(
+    of_method: tuple[str, ...], keys: tuple[str, ...]
+) -> None:
     common = (*SOME, *keys, "train.lr=0.1", "train.finetune_epochs=1")
     fedavg = Run(*common, "method.name=fedavg")
     ours = Run(*common, *of_method, OURS, "method.branches=1")
@@ -79,7 +81,7 @@ def nearest_on_simplex(point: Tensor) -> Tensor:
     return best
 
 
-class SlowTwin:
+class Reference:
     """pFedMB with torch's SGD and autograd through the sum over branches; no BatchNorm."""
 
     def __init__(self, run: Run) -> None:
@@ -159,15 +161,15 @@ WEIGHTS_ALONE = ("train.finetune_epochs=1", "method.finetune=weights")
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str, ...]) -> None:
+def test_rounds_equal_a_plain_implementation_with_autograd_through_the_sum(keys: tuple[str, ...]) -> None:
     run = Run(OURS, "method.branches=3", "train.rounds=2", *keys)
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    assert_close(run.server["branches"], twin.branches)
-    kept = torch.stack(twin.kept)
+        reference.round(number)
+    assert_close(run.server["branches"], reference.branches)
+    kept = torch.stack(reference.kept)
     assert_close(run.clients[run.method.kept], kept)
-    mixed = torch.stack([twin.evaluated(client) for client in range(4)])
+    mixed = torch.stack([reference.evaluated(client) for client in range(4)])
     assert_close(run.evaluated()["theta"], mixed)
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
@@ -175,7 +177,7 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
 # The server's mean
 
 
-def test_eq_5_worked_out_and_an_empty_branch_keeps_its_value_to_the_bit() -> None:
+def test_equation_5_equals_that_by_hand_and_an_empty_branch_keeps_its_value() -> None:
     run = Run(OURS, "method.branches=3", "train.rounds=1")
     trained = torch.tensor([[1.0, 2.0, 9.0], [5.0, 6.0, 9.0]]).unsqueeze(2).expand(-1, -1, DIGITS_CNN)
     alpha = torch.tensor(
@@ -220,7 +222,7 @@ def test_branches_differ_by_as_much_as_the_common_model_varies_which_is_their_me
 
 
 @pytest.mark.usefixtures("double")
-def test_weights_that_never_move_are_fedavg() -> None:
+def test_with_fixed_weights_pfedmb_is_fedavg() -> None:
     keys = (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5")
     fedavg = Run(*keys, "method.name=fedavg").server["theta"]
     run = Run(*keys, OURS, "method.branches=3", "method.alpha_lr=0")
@@ -239,7 +241,7 @@ def test_weights_that_never_move_are_fedavg() -> None:
         ([0.0, 1e9, -1e9], [0.0, 1.0, 0.0]),
     ],
 )
-def test_known_projections(point: list[float], nearest: list[float]) -> None:
+def test_projections_equal_known_ones(point: list[float], nearest: list[float]) -> None:
     found = project_to_simplex(torch.tensor(point))
     torch.testing.assert_close(found, torch.tensor(nearest), rtol=0, atol=1e-6)
     assert [value == 0 for value in found.tolist()] == [value == 0 for value in nearest]
@@ -254,7 +256,7 @@ def test_projection_is_the_nearest_of_all_candidates() -> None:
     assert 10 < (found == 0).sum() < 200
 
 
-def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
+def test_a_diverged_run_has_nan_weights_and_no_error() -> None:
     found = project_to_simplex(torch.tensor([[torch.nan, 0.5], [1.0, 0.5]]))
     assert found.isnan().any(dim=1).tolist() == [True, False]
 
@@ -262,7 +264,7 @@ def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
 # BatchNorm
 
 
-def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
+def test_all_branches_share_batchnorm_which_is_averaged_as_in_fedavg() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
     mask, start = is_batchnorm(run.method.layout), run.driver.initial_server()
     samples = run.method.context.num_samples
@@ -282,7 +284,7 @@ def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     assert (run.server["branches"][0] != start["branches"][0])[mask].all()
 
 
-def test_the_weights_step_leaves_running_statistics_alone() -> None:
+def test_the_step_of_the_weights_does_not_change_running_statistics() -> None:
     keys = (OURS, "model.batchnorm=true", "train.rounds=1", "train.finetune_epochs=1")
     routine, weights = (
         Run(*keys, "method.alpha_lr=0", f"method.finetune={kind}") for kind in ("routine", "weights")
@@ -293,7 +295,7 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
 # History
 
 
-def test_a_checkpoint_has_the_weights_at_every_evaluation(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_weights_of_every_evaluation(tmp_path: Path) -> None:
     words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
     assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED
     with h5py.File(tmp_path / "run" / "checkpoint.h5") as file:

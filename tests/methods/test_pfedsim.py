@@ -24,7 +24,7 @@ WEIGHTS = slice(64 * F + F, 64 * F + F + K * F)
 # Weights
 
 
-def test_weights_worked_out() -> None:
+def test_weights_equal_those_by_hand() -> None:
     """Heads agree in all classes, or in half of them at right angles in the others, or are opposed.
 
     Their similarity with the first is then 1, of which 0.9999 is left, 0.5, and -1, of which 0 is left. The
@@ -45,7 +45,7 @@ def test_weights_worked_out() -> None:
     assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
 
 
-def test_a_head_without_weights_is_like_no_other() -> None:
+def test_a_head_of_zeros_is_similar_to_no_other() -> None:
     method = method_of(PFedSim, 3)
     models = random(3, method.layout.size)
     models[1, WEIGHTS] = 0
@@ -72,7 +72,7 @@ def start_by_hand(models: Tensor, client: int, known: Sequence[int]) -> Tensor:
 
 @pytest.mark.parametrize(("warm_up", "rounds"), [("0", 0), ("0.3", 1)], ids=["none", "rounded down"])
 @pytest.mark.usefixtures("double")
-def test_rounds_by_hand(warm_up: str, rounds: int) -> None:
+def test_rounds_equal_those_by_hand(warm_up: str, rounds: int) -> None:
     keys = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8", "train.rounds=5")
     run = Run(PFEDSIM, *keys, f"method.warm_up={warm_up}")
     w = run.method.context.initial_parameters()
@@ -96,7 +96,7 @@ def test_rounds_by_hand(warm_up: str, rounds: int) -> None:
     assert_close(run.evaluated()["theta"], expected)
 
 
-def test_who_has_no_sound_model_starts_from_that_of_the_warm_up() -> None:
+def test_a_client_without_a_finite_model_starts_from_that_of_the_warm_up() -> None:
     method = method_of(PFedSim, 4)
     server = MethodAdapter(method).initial_server()
     everyone = Cohort(100, (0, 1, 2, 3), method.context.num_samples)

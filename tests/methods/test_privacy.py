@@ -52,7 +52,7 @@ def renyi(share: float, noise: float, order: int) -> float:
         (5000 / 763_430, 1.0, 5000, 1e-9, 4.634),
     ],
 )
-def test_epsilon_is_the_published_one_by_their_bound_and_smaller_by_todays(
+def test_epsilon_equals_the_published_one_by_the_old_bound_and_is_smaller_by_the_new_one(
     share: float, noise: float, times: int, delta: float, published: float
 ) -> None:
     orders = range(2, 33)
@@ -112,7 +112,7 @@ def noise_of_round(number: int, w: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("double")
-def test_two_rounds_of_dp_fedavg_are_those_of_its_algorithm() -> None:
+def test_two_rounds_of_dp_fedavg_equal_its_algorithm() -> None:
     keys = [*UNEQUAL, *PLAIN, *OF_CLIENTS, "train.rounds=2", "train.participation=0.5"]
     run = Run(*keys, "train.lr=0.2", "method.name=fedavg")
     w = run.method.context.initial_parameters()
@@ -128,7 +128,7 @@ def test_two_rounds_of_dp_fedavg_are_those_of_its_algorithm() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_round_of_nobody_moves_the_layers_that_travel_by_noise_alone() -> None:
+def test_a_round_without_clients_adds_only_noise_to_the_layers_that_are_sent() -> None:
     share = 0.01
     assert all(not drawn_clients(4, share, 0, number) for number in range(3))
     run = Run(*PLAIN, *OF_CLIENTS, f"train.participation={share}", "method.name=fedbabu")
@@ -142,7 +142,7 @@ def test_a_round_of_nobody_moves_the_layers_that_travel_by_noise_alone() -> None
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
+def test_a_round_of_dp_sgd_equals_its_algorithm(engine: str) -> None:
     keys = [*UNEQUAL, *PLAIN, *OF_SAMPLES, "train.rounds=1", f"run.engine={engine}"]
     run = Run(*keys, "method.name=local", "train.momentum=0")
     sizes = set()
@@ -168,7 +168,7 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_an_empty_mini_batch_is_noise_alone() -> None:
+def test_an_empty_mini_batch_adds_only_noise() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=10", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local", "data.clients=1", "data.partition.name=iid")
     group = ClientGroup(run.workplace, [0], 0)
@@ -182,10 +182,10 @@ def test_an_empty_mini_batch_is_noise_alone() -> None:
 @pytest.mark.warns
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_keeps_the_promise_or_refuses_it(
+def test_every_method_is_private_or_refuses_privacy(
     method: str, unit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what is averaged is sent (client), and nobody trains by an unprotected gradient (sample)."""
+    """Only what is averaged is sent (client), and no client trains with an unprotected gradient (sample)."""
     keys = [*method_settings(method), *PLAIN, *UNITS[unit], "train.rounds=2", "train.finetune_epochs=0"]
     keys += ["data.per_client=12", "train.batch_size=8"]
     if unit not in METHODS[method].privacy_units:
@@ -218,12 +218,12 @@ def test_every_method_keeps_the_promise_or_refuses_it(
 
 
 @pytest.mark.quick
-def test_a_class_made_from_a_private_one_must_say_so_anew() -> None:
+def test_a_subclass_of_a_private_method_must_declare_privacy_again() -> None:
     assert FedAvg.privacy_units == ("client", "sample")
     assert type("Other", (FedAvg,), {"name": "other"}).privacy_units == ()  # type: ignore[attr-defined]
 
 
-def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(
+def test_the_bits_depend_neither_on_the_ranks_nor_on_a_kill(
     digits: Path, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     common = [*tiny_settings(digits), "model.batchnorm=false", "method.name=fedper"]
@@ -266,7 +266,7 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(
         ([*OF_CLIENTS, *WINE], "privacy.unit=client would not hide the means and deviations"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None:
+def test_mistakes_are_refused_with_one_line(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as found:
         Run(*words, "method.name=fedavg")
     assert message in str(found.value)
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None
 
 
 @pytest.mark.quick
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(UserError, match=r'install it with: pip install -e "\.\[privacy\]"'):
         Run(*SMALL, *PLAIN, *OF_CLIENTS, "method.name=fedavg")

@@ -116,15 +116,15 @@ def mean_by_counts(run: Run, clients: Sequence[int], found: list[dict[int, Tenso
 # What they share
 
 
-def test_a_distance_by_hand() -> None:
+def test_distances_to_prototypes_equal_those_by_hand() -> None:
     """Class 1 is not known: ((1 - 3)^2 + (0 - 2)^2) / 2 = 4 and 0, whose mean is 2."""
     features, targets = torch.tensor([[1.0, 0.0], [5.0, 5.0]]), torch.tensor([[3.0, 2.0], [0.0, 0.0]])
     assert distance(features, torch.tensor([0, 1]), targets, torch.tensor([1.0, 0.0])) == 2
     assert distance(features, torch.tensor([0, 1]), targets, torch.tensor([1.0, 1.0])) == 2 + 12.5
 
 
-def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
-    """Clients with 1 and 3 samples hold the first class, one client the second, and nobody the third."""
+def test_a_class_that_no_client_has_keeps_its_prototype() -> None:
+    """Clients with 1 and 3 samples hold the first class, one client the second, and no client the third."""
     server = {
         "prototypes": torch.tensor([[9.0, 9.0], [9.0, 9.0], [7.0, 8.0]]),
         "is_known": torch.tensor([1, 0, 0], dtype=torch.uint8),
@@ -194,7 +194,7 @@ def fedproto_by_hand(run: Run) -> tuple[dict[int, Tensor], Tensor, Tensor]:
 
 @pytest.mark.parametrize("keys", [(), ("data.partition.beta=0.2", ONE_A_ROUND, "method.alignment=3")])
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedproto_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedproto_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedproto", *keys)
     known, theta, buffers = fedproto_by_hand(run)
     assert_prototypes(run, known)
@@ -203,7 +203,7 @@ def test_rounds_of_fedproto_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("keys", NEAREST)
 @pytest.mark.usefixtures("double")
-def test_the_nearest_known_prototype_is_predicted_and_without_one_the_own_head_does(
+def test_the_nearest_known_prototype_predicts_and_without_any_the_own_head_does(
     keys: tuple[str, ...],
 ) -> None:
     run = Run(*SOME, *keys, "train.lr=0.2", "train.rounds=1")
@@ -224,7 +224,7 @@ def test_the_nearest_known_prototype_is_predicted_and_without_one_the_own_head_d
 
 @pytest.mark.parametrize("keys", NEAREST)
 @pytest.mark.usefixtures("double")
-def test_a_new_client_trains_towards_the_prototypes(keys: tuple[str, ...]) -> None:
+def test_a_new_client_is_trained_towards_the_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *keys, "data.unseen_clients=0.3", "train.unseen_epochs=2", "train.rounds=1")
     known = {int(label): run.server["prototypes"][label] for label in run.server["is_known"].nonzero()}
     batches = batches_of(run, 3, 1, "finetune", 2)
@@ -294,7 +294,7 @@ def fedtgp_by_hand(run: Run) -> tuple[dict[int, Tensor], Generator, Tensor, Tens
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedtgp_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedtgp_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedtgp", "method.server_epochs=2", "train.lr=0.05", *keys)
     known, generator, theta, buffers = fedtgp_by_hand(run)
     assert_prototypes(run, known)
@@ -304,7 +304,7 @@ def test_rounds_of_fedtgp_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.quick
-def test_the_loss_and_margin_of_fedtgp_by_hand() -> None:
+def test_the_loss_and_margin_of_fedtgp_equal_those_by_hand() -> None:
     """Class means (0, 0), (3, 4) and (0, 1) are at most 5 apart.
 
     One prototype is 2 and 3 away from those of both classes, with a margin of 1: both have logit -3.
@@ -318,7 +318,7 @@ def test_the_loss_and_margin_of_fedtgp_by_hand() -> None:
     assert float(loss) == pytest.approx(math.log(2))
 
 
-def test_the_loss_of_fedtgp_has_a_gradient_where_a_prototype_is_met_exactly() -> None:
+def test_the_loss_of_fedtgp_has_a_gradient_if_features_equal_a_prototype() -> None:
     made = torch.zeros(2, 3, requires_grad=True)
     contrastive_loss(torch.zeros(1, 3), torch.tensor([0]), made, torch.tensor(1.0)).backward()
     assert made.grad is not None
@@ -328,12 +328,12 @@ def test_the_loss_of_fedtgp_has_a_gradient_where_a_prototype_is_met_exactly() ->
 @pytest.mark.parametrize(
     "keys", [("method.server_lr=0", "method.server_epochs=1"), ("method.server_epochs=0",)]
 )
-def test_a_server_of_fedtgp_that_does_not_train_sends_what_it_drew(keys: tuple[str, ...]) -> None:
+def test_a_server_of_fedtgp_that_does_not_train_sends_its_initial_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=fedtgp", "train.rounds=1", *keys)
     assert torch.equal(run.server["prototypes"], generated(run.method.server_state()))
 
 
-def test_a_class_that_nobody_of_a_cohort_holds_stays_known_to_fedtgp() -> None:
+def test_fedtgp_keeps_the_prototype_of_a_class_that_no_client_of_the_cohort_has() -> None:
     """Later, one client sends one class, the only one of its cohort."""
     run = Run("method.name=fedtgp", "train.rounds=1", "method.server_epochs=1")
     run.server["is_known"] = torch.tensor([1] + [0] * 9, dtype=torch.uint8)
@@ -370,7 +370,7 @@ def best_weights(client: int, h: Tensor, variance: Tensor) -> Tensor:
     return min(found, key=lambda alpha: float(bound(alpha, client, h, variance)))
 
 
-def test_weights_of_two_clients_by_hand() -> None:
+def test_weights_of_two_clients_equal_those_by_hand() -> None:
     """The second's a minimises 3 (1 - a)^2 + a^2 + 4 (1 - a)^2, so that 7 (1 - a) = a: a = 7 / 8.
 
     The first's a minimises 3 a^2 + (1 - a)^2 + 4 (1 - a)^2, so that 3 a = 5 (1 - a): a = 5 / 8.
@@ -382,7 +382,7 @@ def test_weights_of_two_clients_by_hand() -> None:
 
 @pytest.mark.parametrize("noise", [0.001, 1.0, 1000.0])
 @pytest.mark.usefixtures("double")
-def test_weights_are_the_least_on_all_faces_of_the_simplex(noise: float) -> None:
+def test_weights_are_the_minimum_over_all_faces_of_the_simplex(noise: float) -> None:
     stream = torch.Generator().manual_seed(5)
     h = torch.rand(6, 3, 4, generator=stream)
     variance = noise * torch.rand(6, generator=stream)
@@ -391,8 +391,8 @@ def test_weights_are_the_least_on_all_faces_of_the_simplex(noise: float) -> None
 
 
 @pytest.mark.usefixtures("double")
-def test_weights_at_the_ends() -> None:
-    """Without noise, clients that differ learn from nobody; equal ones share by 1 / V; one has itself."""
+def test_weights_without_noise_for_equal_clients_and_for_one_client() -> None:
+    """Without noise, different clients have weight 1 on themselves; equal ones weights by 1 / V."""
     h = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(6))
     torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)
     noise = torch.tensor([1.0, 2.0, 4.0, 4.0])
@@ -402,7 +402,7 @@ def test_weights_at_the_ends() -> None:
     assert head_weights(torch.zeros(3, 2, 2), torch.zeros(3)).isfinite().all()
 
 
-def test_weights_of_a_hundred_clients_meet_the_conditions_of_the_least() -> None:
+def test_weights_of_a_hundred_clients_meet_the_conditions_of_the_minimum() -> None:
     """Where a weight is positive the slope is the row's least, up to what the solver leaves."""
     stream = torch.Generator().manual_seed(7)
     h = torch.randn(60, 10, 16, generator=stream).abs() * torch.rand(60, 10, 1, generator=stream)
@@ -469,7 +469,7 @@ def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedpac_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedpac_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedpac", *keys)
     theta, buffers, heads, known = fedpac_by_hand(run)
     found = (run.server["theta"], run.server.get("buffers", buffers), run.server["heads"])
@@ -477,7 +477,7 @@ def test_rounds_of_fedpac_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     assert_prototypes(run, known)
 
 
-def test_fedpac_of_one_client_a_round_and_no_alignment_is_fedrep_to_the_bit() -> None:
+def test_fedpac_with_one_client_a_round_and_no_alignment_is_fedrep_to_the_bit() -> None:
     keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
     fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=1", "method.body_epochs=1")
     ours = Run(*keys, "method.name=fedpac", "method.alignment=0", f"method.head_lr={fedrep.config.train.lr}")
@@ -544,7 +544,7 @@ def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int,
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedas_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedas_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedas", *keys)
     theta, buffers, heads, own = fedas_by_hand(run)
     found = (run.server["theta"], run.server.get("buffers", buffers), run.clients["head"])
@@ -554,7 +554,7 @@ def test_rounds_of_fedas_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         assert_close({c: run.clients["prototypes"][client, c] for c in known}, own.get(client, {}))
 
 
-def test_fedas_of_one_client_a_round_without_alignment_is_fedper_to_the_bit() -> None:
+def test_fedas_with_one_client_a_round_and_no_alignment_is_fedper_to_the_bit() -> None:
     keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
     fedper = Run(*keys, "method.name=fedper")
     ours = Run(*keys, "method.name=fedas", "method.alignment_epochs=0")
@@ -563,7 +563,7 @@ def test_fedas_of_one_client_a_round_without_alignment_is_fedper_to_the_bit() ->
     assert torch.equal(ours.clients["head"], fedper.clients["head"])
 
 
-def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
+def test_clients_of_fedas_without_information_are_weighted_by_their_samples() -> None:
     run = Run(*SOME, "method.name=fedas", "train.rounds=1")
     rows = random(2, run.method.layout.size)
     cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
@@ -610,7 +610,7 @@ def fedgh_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedgh_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedgh_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedgh", *keys)
     head, theta, buffers = fedgh_by_hand(run)
     found = (run.server["head"], run.clients["theta"], run.clients.get("buffers", buffers))
@@ -618,7 +618,7 @@ def test_rounds_of_fedgh_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("key", ["method.server_lr=0", "method.server_epochs=0"])
-def test_a_head_that_the_server_does_not_train_stays(key: str) -> None:
+def test_a_head_that_the_server_does_not_train_does_not_change(key: str) -> None:
     """One round of it is local training, to the bit."""
     run = Run(*SOME, *SLIPPERY, "method.name=fedgh", "train.rounds=1", key)
     local = Run(*SOME, *SLIPPERY, "method.name=local", "train.rounds=1")

@@ -71,10 +71,12 @@ def run_of(keys: Keys, method: str) -> Run:
 
 
 @pytest.mark.parametrize(("keys", "method"), cases(AS_FEDAVG))
-def test_it_is_fedavg(keys: Keys, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_with_these_settings_is_fedavg(
+    keys: Keys, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, fedavg = run_of(keys, method), run_of(keys, "fedavg")
-    told = " ".join(caplog.messages)
-    assert ("so fedbn is fedavg here; model.batchnorm=true adds it" in told) == (method == "fedbn")
+    warnings = " ".join(caplog.messages)
+    assert ("so fedbn is fedavg here; model.batchnorm=true adds it" in warnings) == (method == "fedbn")
     assert (fedavg.server["theta"] - fedavg.method.context.initial_parameters()).abs().max() > 0.01
     for name, tensor in fedavg.server.items():
         assert torch.equal(ours.server[name].view_as(tensor), tensor)
@@ -88,7 +90,7 @@ def test_it_is_fedavg(keys: Keys, method: str, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize(("keys", "method"), cases(NEXT_AS_FEDAVG))
 @pytest.mark.usefixtures("double")
-def test_what_it_sends_next_is_fedavgs_model_but_for_rounding(keys: Keys, method: str) -> None:
+def test_the_next_download_is_fedavg_s_model_up_to_rounding(keys: Keys, method: str) -> None:
     ours, fedavg = run_of(keys, method), run_of(keys, "fedavg")
     sent = ours.driver.download(ours.server, cohort_of(ours.method, range(4), 3))
     for name, tensor in fedavg.server.items():
@@ -96,7 +98,7 @@ def test_what_it_sends_next_is_fedavgs_model_but_for_rounding(keys: Keys, method
 
 
 @pytest.mark.parametrize(("keys", "method"), cases(AS_LOCAL))
-def test_it_is_local(keys: Keys, method: str) -> None:
+def test_a_method_with_these_settings_is_local_training(keys: Keys, method: str) -> None:
     ours, local = run_of(keys, method), run_of(keys, "local")
     for name, tensor in local.clients.items():
         assert torch.equal(ours.clients[name], tensor)

@@ -43,7 +43,7 @@ def by_hand(optimiser: str, deltas: list[float], lr: float, beta1: float, beta2:
 @pytest.mark.quick
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_three_steps_are_those_of_the_printed_equations(optimiser: str) -> None:
+def test_three_steps_equal_the_published_equations(optimiser: str) -> None:
     constants = {"lr": 0.3, "beta1": 0.8}
     constants |= {} if optimiser == "momentum" else {"tau": 0.1}
     constants |= {"beta2": 0.7} if optimiser in ("adam", "yogi") else {}
@@ -65,7 +65,7 @@ def test_three_steps_are_those_of_the_printed_equations(optimiser: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_a_layer_that_nobody_sent_stays_with_its_moments(optimiser: str) -> None:
+def test_a_layer_that_no_client_sent_keeps_its_value_and_moments(optimiser: str) -> None:
     layers = [Layer("fc1", 0, 2, 0, 0), Layer("fc2", 2, 3, 0, 0)]
     acting = ServerOptimiser(ServerConfig(optimiser=optimiser), ["theta"], layers)
     # two models: of the first one fc2, of the second one fc1 is idle in the second round
@@ -98,7 +98,7 @@ def test_the_server_steps_along_the_mean_difference_of_its_clients() -> None:
     torch.testing.assert_close(run.server["server_v/theta"], v, rtol=1e-10, atol=1e-18)
 
 
-def test_running_statistics_are_averaged_as_without_it() -> None:
+def test_running_statistics_are_averaged_as_without_an_optimiser() -> None:
     keys = ["train.rounds=1", "model.batchnorm=true", *UNEQUAL]
     plain, run = (Run(f"method.name={name}", *keys) for name in ("fedavg", "fedadam"))
     assert torch.equal(plain.server["buffers"], run.server["buffers"])
@@ -106,7 +106,7 @@ def test_running_statistics_are_averaged_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("method", AVERAGING)
-def test_every_method_whose_server_averages_takes_it(method: str) -> None:
+def test_every_method_whose_server_averages_accepts_an_optimiser(method: str) -> None:
     keys = ["train.rounds=2", "data.clients=2", "data.per_client=16", "model.batchnorm=true"]
     run = Run(*keys, f"method.name={method}", "server.optimiser=momentum")
     names = [name for name in run.method.traits.averages if name in run.server]
@@ -118,7 +118,7 @@ def test_every_method_whose_server_averages_takes_it(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(AVERAGING)))
-def test_a_method_whose_server_averages_nothing_refuses_it(method: str) -> None:
+def test_a_method_whose_server_averages_nothing_refuses_an_optimiser(method: str) -> None:
     with pytest.raises(UserError, match=rf"server\.optimiser=adam does not go with method\.name={method}"):
         Run(f"method.name={method}", "server.optimiser=adam")
 
@@ -132,7 +132,7 @@ def test_names_of_methods_set_the_optimiser(method: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("method", FEDAVG_ALIASES)
-def test_other_names_of_fedavg_have_no_code_of_their_own(method: str) -> None:
+def test_other_names_of_fedavg_have_no_own_code(method: str) -> None:
     """Tests of every method leave them out."""
     found = METHODS[method]
     assert found.__bases__ == (METHODS["fedavg"],)

@@ -82,7 +82,7 @@ STARTS = pytest.mark.parametrize(("kind", "key"), [(IFCAMethod, "clusters"), (Fe
 
 
 @STARTS
-def test_models_start_apart_and_the_first_as_everybodys(kind: type[Method], key: str) -> None:
+def test_models_start_differently_and_the_first_as_the_common_one(kind: type[Method], key: str) -> None:
     two, four = (method_of(kind, **{key: count}) for count in (2, 4))
     start = four.server_state()["theta"]
     assert torch.equal(start[0], four.context.initial_parameters())
@@ -91,7 +91,7 @@ def test_models_start_apart_and_the_first_as_everybodys(kind: type[Method], key:
 
 
 @STARTS
-def test_models_with_given_weights_must_start_apart_all_the_same(
+def test_models_with_given_weights_must_also_start_differently(
     kind: type[Method], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of weights give no head, in which the models differ."""
@@ -100,8 +100,8 @@ def test_models_with_given_weights_must_start_apart_all_the_same(
     kind(context, kind.Params(**{key: 2}))
     # a file that gave the head too would make all starts alike
     monkeypatch.setattr(context, "different_starts", lambda count: torch.zeros(count, 3))
-    said = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
-    with pytest.raises(UserError, match=said):
+    expected = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
+    with pytest.raises(UserError, match=expected):
         kind(context, kind.Params(**{key: 2}))
     kind(context, kind.Params(**{key: 1}))
 
@@ -139,7 +139,7 @@ def test_ifca_chooses_by_the_loss_on_training_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
+def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistics() -> None:
     run = Run(*SOME, IFCA, "method.clusters=3", "train.rounds=2")
     ended = dict(run.server)
     start = run.driver.initial_server()
@@ -172,7 +172,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
     assert torch.equal(evaluated[BUFFERS], ended[BUFFERS][chosen])
 
 
-def test_ifca_tells_which_model_each_client_chose_last() -> None:
+def test_ifca_records_which_model_each_client_chose_last() -> None:
     run = Run(IFCA, "method.clusters=2", "train.rounds=1", *LINEAR)
     server = run.driver.initial_server()
     assert run.method.server_diagnostics(server)["cluster"].tolist() == [-1] * 4
@@ -216,7 +216,7 @@ RIGHT, LEFT = (2.0, 0.0, 0.1), (-2.0, 0.0, 0.1)
         pytest.param([(torch.nan,), LEFT, RIGHT, LEFT], [0] * 4, id="a diverged client"),
     ],
 )
-def test_a_cluster_splits_if_its_mean_is_short_and_its_longest_update_long(
+def test_a_cluster_splits_if_its_mean_update_is_small_and_its_largest_update_large(
     vectors: list[tuple[float, ...]], clusters: list[int]
 ) -> None:
     driver, server = clustered(len(vectors), eps_1=0.8)
@@ -264,16 +264,16 @@ def test_no_split_without_eps_1_or_before_the_first_round() -> None:
         ),
     ],
 )
-def test_a_run_without_a_split_says_why(
+def test_a_run_without_a_split_reports_why(
     keys: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
+    expected = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
     Run(*LINEAR, CLUSTERED, "data.clients=4", "train.rounds=2", *keys)
-    (told,) = caplog.messages
-    assert re.match(said, told)
+    (warning,) = caplog.messages
+    assert re.match(expected, warning)
 
 
-def test_history_holds_the_norms_of_clients_heard_of_since_their_cluster_came_to_be() -> None:
+def test_history_has_the_norms_of_clients_trained_since_their_cluster_was_made() -> None:
     driver, server = clustered(4, first_round=4)
     receive(driver, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
     norms = driver.method.server_diagnostics(server)
@@ -290,7 +290,7 @@ def test_history_holds_the_norms_of_clients_heard_of_since_their_cluster_came_to
     assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
 
 
-def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
+def test_clusters_keep_client_numbers_when_they_split_again() -> None:
     driver, server = clustered()
     start = driver.method.context.initial_parameters()
     right, up, down = (2.0,), (-2.0, 1.5), (-2.0, -1.5)
@@ -313,7 +313,7 @@ def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
 
 
 @pytest.mark.warns
-def test_parts_add_the_means_of_their_own_to_the_model_they_had_in_common() -> None:
+def test_each_part_adds_its_mean_update_to_the_common_model() -> None:
     run = Run(CLUSTERED, "method.first_round=2", "model.batchnorm=true", "train.rounds=1", "method.eps_1=0.4")
     server = run.driver.initial_server()
     start = server["theta"][0].clone()
@@ -338,7 +338,7 @@ def test_parts_add_the_means_of_their_own_to_the_model_they_had_in_common() -> N
         assert not torch.equal(server[name][0], before[name][0])
 
 
-def test_a_cluster_waits_until_it_has_heard_of_all_its_clients_since_it_came_to_be() -> None:
+def test_a_cluster_splits_only_after_all_its_clients_have_trained_in_it() -> None:
     driver, server = clustered(6)
     receive(driver, server, updates(RIGHT, LEFT, RIGHT, clients=[0, 1, 2]), round=2)
     receive(driver, server, updates(LEFT, RIGHT, clients=[1, 4]), round=3)
@@ -380,7 +380,7 @@ def on_circle(*degrees: float) -> Tensor:
     return lengths * torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def test_bipartitions_worked_out() -> None:
+def test_bipartitions_equal_those_by_hand() -> None:
     # gaps of 9, 11, 10, 12 and 18 degrees
     vectors = on_circle(0, 9, 20, 30, 42, 60)
     assert bipartition(vectors, "single").tolist() == [False] * 5 + [True]
@@ -405,7 +405,7 @@ def test_clustered_fl_finds_three_planted_groups(tmp_path: Path) -> None:
 # FedEM
 
 
-class SlowTwin:
+class Reference:
     """FedEM with a plain torch network and torch's SGD."""
 
     def __init__(self, run: Run) -> None:
@@ -450,13 +450,13 @@ class SlowTwin:
     ],
 )
 @pytest.mark.usefixtures("double")
-def test_rounds_of_fedem_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+def test_rounds_of_fedem_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*keys, FEDEM, "method.components=2", "train.rounds=2", "train.lr=0.1")
-    twin = SlowTwin(run)
+    reference = Reference(run)
     for number in range(2):
-        twin.round(number)
-    found = (run.server["theta"], run.server.get(BUFFERS, twin.statistics), run.clients["weights"])
-    expected = (twin.theta, twin.statistics, torch.stack(twin.weights))
+        reference.round(number)
+    found = (run.server["theta"], run.server.get(BUFFERS, reference.statistics), run.clients["weights"])
+    expected = (reference.theta, reference.statistics, torch.stack(reference.weights))
     assert_close(found, expected)
 
 
@@ -485,7 +485,7 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     torch.testing.assert_close(clients.loss_sum / clients.steps, expected.reshape(1), rtol=0, atol=1e-12)
 
 
-def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components() -> None:
+def test_a_client_that_never_trained_computes_its_weights_with_the_newest_components() -> None:
     run = Run(FEDEM, *LINEAR, "train.rounds=1", "train.participation=0.5")
     (fresh, *_) = set(range(4)) - set(run.simulation.cohort(0).clients)
     assert (run.clients["weights"][fresh] == 1 / 3).all()

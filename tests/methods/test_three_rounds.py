@@ -1,6 +1,6 @@
 """Three rounds of every method: golden numbers, what it sends and keeps, what its saved models predict.
 
-A method is under test by being in METHODS; what is expected of it stands in `golden.json`, written by
+A method is under test by being in METHODS; what is expected of it is in `golden.json`, written by
 helpers/golden.py, and in the tables TRAFFIC and STATE below.
 
 Shapes: N clients, P trainable numbers, U running statistics, F features, L layers, K classes.
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("case", golden.CASES)
-def test_golden_numbers(folder: Callable[..., Path], case: str) -> None:
+def test_a_run_has_the_golden_numbers(folder: Callable[..., Path], case: str) -> None:
     found, known = golden.numbers_of(folder(case)), KNOWN[case]
     assert {name: found[name] for name in golden.COUNTS} == {name: known[name] for name in golden.COUNTS}
     assert found["loss_mean"] == pytest.approx(known["loss_mean"], rel=LOSS_TOLERANCE)
@@ -79,7 +79,7 @@ SOME_CLIENTS = (1, 3, 6)
 
 
 @pytest.mark.parametrize("case", [*DIFFERENT, *VARIANTS])
-def test_a_client_gets_the_same_samples_right_by_predict_and_as_a_network(
+def test_predict_and_the_exported_network_classify_the_same_samples_correctly(
     folder: Callable[..., Path], case: str
 ) -> None:
     run = load_run(folder(case))
@@ -197,7 +197,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_traffic(folder: Callable[..., Path], case: str) -> None:
+def test_a_method_sends_the_expected_tensors(folder: Callable[..., Path], case: str) -> None:
     sent = expected("TRAFFIC", TRAFFIC, case)
     first = FIRST_TRAFFIC.get(case, sent)
     finished = folder(case, *FIXED_CHOICES.get(case.partition("-")[0], []))
@@ -268,7 +268,7 @@ def of_generator(outputs: int) -> dict[str, tuple[int, ...]]:
 
 MODEL_ALONE = (
     *("fedavg", "fedavg_ft", "fedprox", "per_fedavg", "fednova", "elastic", "fedntd", "knn_per"),
-    # h_0 stands in theta, which is where it began
+    # h_0 is the initial theta
     "fedbabu",
     # class counts follow from the data
     "fedlc",
@@ -349,7 +349,7 @@ def shapes_in(group: h5py.Group) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_state(folder: Callable[..., Path], case: str) -> None:
+def test_a_method_keeps_the_expected_state(folder: Callable[..., Path], case: str) -> None:
     kept = expected("STATE", STATE, case)
     with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
         assert shapes_in(file["server"]) == kept.server

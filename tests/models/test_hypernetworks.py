@@ -1,4 +1,4 @@
-"""Stacked hypernetworks against one torch module a client, and their step against torch's optimisers."""
+"""Stacked hypernetworks against one torch module per client, and their step against torch's optimisers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LOW_RANK = replace(SMALL, rank=2)
 
 
 @pytest.mark.parametrize(("clients", "layers", "size"), [(10, 6, 36_460), (100, 5, 80_900)])
-def test_floats_a_client(clients: int, layers: int, size: int) -> None:
+def test_a_client_has_the_expected_number_of_floats(clients: int, layers: int, size: int) -> None:
     shape = Hypernetworks(clients, layers, embedding=100, hidden=100, hidden_layers=3)
     state = shape.initial(0, "zero")
     assert sum(tensor[0].numel() for tensor in state.values()) == size
     assert all(len(tensor) == clients for tensor in state.values())
 
 
-def test_zero_heads_weigh_all_clients_exactly_alike() -> None:
+def test_heads_of_zeros_give_all_clients_exactly_equal_weights() -> None:
     shape = Hypernetworks(7, 5, embedding=100, hidden=100, hidden_layers=3)
     outputs = shape.outputs(shape.initial(0, "zero"))
     assert torch.equal(outputs.softmax(dim=-1), torch.full((7, 5, 7), 1 / 7))
@@ -45,7 +45,7 @@ def test_initial_weights_have_pytorchs_bounds_and_embeddings_unit_variance() -> 
             assert tensor.min() < -0.9 * bound
 
 
-def test_a_clients_hypernetwork_depends_on_seed_and_client_alone() -> None:
+def test_the_hypernetwork_of_a_client_depends_only_on_seed_and_client() -> None:
     state = SMALL.initial(3, "default")
     more = Hypernetworks(9, 3, 6, 5, 2).initial(3, "default")
     assert torch.equal(state["trunk2.weight"], more["trunk2.weight"][:4])
@@ -54,7 +54,7 @@ def test_a_clients_hypernetwork_depends_on_seed_and_client_alone() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [1, 3]])
-def test_outputs_are_those_of_one_module_a_client(rows: list[int]) -> None:
+def test_outputs_equal_those_of_one_module_for_each_client(rows: list[int]) -> None:
     state = SMALL.initial(0, "default")
     outputs = SMALL.outputs({name: tensor[rows] for name, tensor in state.items()})
     expected = torch.stack([OneClient(SMALL, state, client)() for client in rows])
@@ -62,7 +62,7 @@ def test_outputs_are_those_of_one_module_a_client(rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-def test_steps_equal_torchs_optimiser_client_by_client_also_where_rounds_are_skipped(optimiser: str) -> None:
+def test_steps_equal_torch_s_optimiser_for_each_client_even_if_it_skips_rounds(optimiser: str) -> None:
     state = {name: tensor.double() for name, tensor in SMALL.initial(2, "default").items()}
     modules = [OneClient(SMALL, state, client) for client in range(4)]
     kind = torch.optim.Adam if optimiser == "adam" else torch.optim.SGD
@@ -89,7 +89,7 @@ def test_steps_equal_torchs_optimiser_client_by_client_also_where_rounds_are_ski
         assert moments["steps"].tolist() == [3, 3, 5, 2]
 
 
-def test_a_head_that_thaws_takes_the_step_of_a_new_one() -> None:
+def test_a_head_that_is_no_longer_frozen_takes_the_step_of_a_new_one() -> None:
     frozen = torch.tensor([[True, False, False]])
     state = SMALL.initial(0, "zero")
     moments = initial_moments(state, "adam")
@@ -119,12 +119,12 @@ def low_rank_state(seed: int) -> Tensors:
 
 
 @pytest.mark.parametrize("clients", [10, 10_000])
-def test_floats_a_client_of_low_rank_do_not_grow_with_clients(clients: int) -> None:
+def test_the_size_of_a_low_rank_client_does_not_grow_with_clients(clients: int) -> None:
     shape = Hypernetworks(clients, 7, embedding=100, hidden=100, hidden_layers=3, rank=16)
     assert sum(math.prod(size) for size in shape.shapes().values()) == 100 + 3 * 10_100 + 7 * (16 * 100 + 1)
 
 
-def test_codes_have_variance_one_by_rank_and_are_positive_beside_public_codes_heads() -> None:
+def test_codes_have_variance_one_over_rank_and_are_positive_with_the_heads_of_the_public_code() -> None:
     shape = Hypernetworks(200, 3, embedding=20, hidden=20, hidden_layers=2, rank=16)
     codes = shape.initial_codes(0, "zero")["codes"]
     assert codes.shape == (1, 3, 200, 16)
@@ -137,7 +137,7 @@ def test_codes_have_variance_one_by_rank_and_are_positive_beside_public_codes_he
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [1, 3]])
-def test_low_rank_outputs_and_gradients_are_those_of_the_heads_written_out(rows: list[int]) -> None:
+def test_low_rank_outputs_and_gradients_equal_those_of_the_full_heads(rows: list[int]) -> None:
     state = low_rank_state(0)
     products = torch.randn(len(rows), 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found, expected = ({name: t.clone().requires_grad_() for name, t in state.items()} for _ in range(2))
@@ -147,9 +147,9 @@ def test_low_rank_outputs_and_gradients_are_those_of_the_heads_written_out(rows:
 
     outputs = LOW_RANK.outputs(of(found), rows)
     full = with_full_heads(expected)
-    twin = SMALL.outputs({name: tensor[rows] for name, tensor in full.items()})
-    torch.testing.assert_close(outputs, twin, rtol=1e-12, atol=1e-14)
-    for raw in (outputs, twin):
+    reference = SMALL.outputs({name: tensor[rows] for name, tensor in full.items()})
+    torch.testing.assert_close(outputs, reference, rtol=1e-12, atol=1e-14)
+    for raw in (outputs, reference):
         (raw.softmax(dim=-1) * products).sum().backward()
     for name in state:
         ours, theirs = found[name].grad, expected[name].grad
@@ -160,20 +160,22 @@ def test_low_rank_outputs_and_gradients_are_those_of_the_heads_written_out(rows:
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-def test_steps_of_codes_equal_torchs_optimiser_layer_by_layer(optimiser: str) -> None:
+def test_steps_of_codes_equal_torch_s_optimiser_for_each_layer(optimiser: str) -> None:
     state = {"codes": low_rank_state(0)["codes"]}
     moments = initial_moments(state, optimiser)
-    twins = [torch.nn.Parameter(layer.clone()) for layer in state["codes"][0]]
+    references = [torch.nn.Parameter(layer.clone()) for layer in state["codes"][0]]
     kind = torch.optim.Adam if optimiser == "adam" else torch.optim.SGD
-    optimisers = [kind([twin], lr=0.01) for twin in twins]
+    optimisers = [kind([reference], lr=0.01) for reference in references]
     stream = torch.Generator().manual_seed(1)
     for frozen in ([False] * 3, [True, False, False], [True] * 3, [False, True, False]):
         gradient = torch.randn(1, 3, 4, 2, dtype=torch.float64, generator=stream)
         descend(state, moments, {"codes": gradient}, [0], optimiser, 0.01, torch.tensor([frozen]))
         for layer, is_frozen in enumerate(frozen):
             if not is_frozen:
-                twins[layer].grad = gradient[0, layer].clone()
+                references[layer].grad = gradient[0, layer].clone()
                 optimisers[layer].step()
-    torch.testing.assert_close(state["codes"][0], torch.stack([t.detach() for t in twins]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        state["codes"][0], torch.stack([t.detach() for t in references]), rtol=1e-9, atol=0
+    )
     if optimiser == "adam":
         assert moments["heads.steps"].tolist() == [[2, 2, 3]]

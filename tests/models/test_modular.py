@@ -102,7 +102,7 @@ def one_number_wide() -> ModularNetwork:
         ([1, 1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0]),
     ],
 )
-def test_worked_out_by_hand(decision: list[float], expected: list[float]) -> None:
+def test_outputs_equal_those_by_hand(decision: list[float], expected: list[float]) -> None:
     network, x = one_number_wide(), torch.ones(1, 1, 1, 1)
     chosen = torch.tensor(decision, dtype=torch.float64)
     assert network(x, chosen).tolist() == [expected]
@@ -124,7 +124,7 @@ def test_dropout_multiplies_the_outputs_of_all_layers_but_the_last() -> None:
     assert [modular(sizes).num_hidden for sizes in SIZES] == [0, 2 * 4, 1 * 4, 3 * 4 + 2 * 6, 4 * 4]
 
 
-def test_a_layer_that_repeats_one_module_is_a_layer_of_one_block() -> None:
+def test_a_layer_of_identical_modules_is_a_layer_of_one_block() -> None:
     # what the authors' code builds, whose softmax leaves no path closed
     repeated, plain = modular([2, 2, 2]), modular([1, 1, 1])
     for network in (repeated, plain):
@@ -136,7 +136,7 @@ def test_a_layer_that_repeats_one_module_is_a_layer_of_one_block() -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
-def test_any_decision(sizes: list[int], share: float) -> None:
+def test_outputs_of_any_decision_equal_a_plain_implementation(sizes: list[int], share: float) -> None:
     network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
     for decision in random_decisions(sizes, share):
         expected, names = paths_by_hand(network, x, decision.tolist())
@@ -148,7 +148,7 @@ def test_any_decision(sizes: list[int], share: float) -> None:
         assert [n for n, f in zip(children, flags, strict=False) if f and n.startswith("block")] == names
 
 
-def test_gradients_of_soft_and_hard_decisions() -> None:
+def test_gradients_of_soft_and_hard_decisions_equal_those_by_hand() -> None:
     sizes = [2, 3, 2]
     network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
     soft = torch.rand(num_paths(sizes), generator=stream(3))
@@ -182,7 +182,7 @@ def test_inactive_blocks_have_a_gradient_of_exactly_zero(sizes: list[int]) -> No
 # Decisions
 
 
-def test_a_decision_is_matrices_row_by_row_then_the_outputs() -> None:
+def test_a_decision_lists_matrices_row_by_row_and_then_the_outputs() -> None:
     for sizes, count in (([1, 1], 2), ([2, 2, 2], 10), ([3, 3, 3], 21), ([1, 2, 3, 4], 24), ([2, 4, 3], 23)):
         assert num_paths(sizes) == count == len(set(path_names(sizes)))
     assert path_names([1, 2]) == ["1.1-2.1", "1.1-2.2", "2.1-out", "2.2-out"]
@@ -220,7 +220,7 @@ def test_the_likeliest_path_from_an_active_block_is_opened() -> None:
 
 
 @pytest.mark.parametrize("norm", ["separate", "joint"])
-def test_the_router_divides_each_embedding_by_its_root_mean_square_or_both_by_their_length(
+def test_the_router_normalises_each_embedding_by_its_root_mean_square_or_both_by_their_norm(
     norm: Norm,
 ) -> None:
     network, x = modular([2, 2, 2], router_norm=norm), torch.randn(4, 1, 2, 2, generator=stream(2))
@@ -240,7 +240,7 @@ def test_the_router_divides_each_embedding_by_its_root_mean_square_or_both_by_th
     torch.testing.assert_close(router(x, y), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_new_router_goes_by_the_label_alone() -> None:
+def test_a_new_router_depends_only_on_the_label() -> None:
     network = modular([3, 4, 4], classes=10, router_spread=2.0)
     router, y = network.get_submodule("router"), torch.arange(10)
     logits = router(torch.randn(10, 1, 2, 2, generator=stream(2)), y)
@@ -253,7 +253,7 @@ def test_a_new_router_goes_by_the_label_alone() -> None:
     assert (logits[:3].mean(dim=0) - logits[3:6].mean(dim=0)).std() > 1
 
 
-def test_without_a_decision_the_classifier_answers() -> None:
+def test_without_a_decision_the_classifier_predicts() -> None:
     network, x = modular([2, 2], with_classifier=True), torch.randn(4, 1, 2, 2, generator=stream(2))
     classifier = network.get_submodule("classifier")
     assert torch.equal(network(x), classifier(network.get_submodule("encoder1")(x)))
@@ -273,7 +273,9 @@ def test_an_encoder_on_an_mlp_of_no_hidden_layers_is_one_fully_connected_layer()
         ("femnist_cnn", (1, 28, 28), 62, [1, 1, 1], (3_200_384, 15_934, 2_413_568, 4032)),
     ],
 )
-def test_parameter_counts(model: str, shape: Any, classes: int, sizes: list[int], numbers: Any) -> None:
+def test_networks_have_the_expected_number_of_parameters(
+    model: str, shape: Any, classes: int, sizes: list[int], numbers: Any
+) -> None:
     encoder, last, of_images, of_labels = numbers
     torch.set_default_dtype(torch.float32)
     network = modular(sizes, [512, 256], model=model, shape=shape, classes=classes)

@@ -1,4 +1,4 @@
-"""The papers' networks: parameter counts, initial weights, and what torchvision's own are like."""
+"""The papers' networks: parameter counts, initial weights, and comparison with torchvision's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ BLOCK = 2 * 16 + 4 * 72 + 9 * 32 + 33 * 8
         ("vit", MNIST, 10, {"width": 8, "layers": 1, "heads": 1}, 8 + 17 * 8 + 50 * 8 + BLOCK + 16 + 90),
     ],
 )
-def test_parameter_counts(
+def test_networks_have_the_expected_number_of_parameters(
     name: str, shape: Shape | SampleType, classes: int, keys: dict[str, Any], size: int
 ) -> None:
     assert layout_of(name, shape, classes, **keys).size == size
@@ -106,7 +106,7 @@ def test_parameter_counts(
         ("fedavgcnn", CIFAR, {"conv1": 2432, "conv2": 51_264, "fc1": 819_712, "fc2": 5130}),
     ],
 )
-def test_layer_sizes(name: str, shape: Shape, sizes: dict[str, int]) -> None:
+def test_layers_have_the_expected_sizes(name: str, shape: Shape, sizes: dict[str, int]) -> None:
     assert {layer.name: layer.size for layer in layout_of(name, shape).layers()} == sizes
 
 
@@ -114,7 +114,7 @@ def test_layer_sizes(name: str, shape: Shape, sizes: dict[str, int]) -> None:
     ("name", "features", "width", "statistics", "modules"),
     [("resnet18", 11_176_512, 512, 9600, 20), ("mobilenetv2", 2_223_872, 1280, 34_112, 52)],
 )
-def test_torchvisions_extractors_and_their_statistics(
+def test_torchvision_networks_have_the_expected_layers_and_statistics(
     name: str, features: int, width: int, statistics: int, modules: int
 ) -> None:
     layout = layout_of(name, CIFAR)
@@ -140,7 +140,7 @@ def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> Non
 
 
 @pytest.mark.parametrize("name", ["lenet", "mobilenetv2", "transformer"])
-def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
+def test_weights_depend_only_on_seed_and_client(name: str) -> None:
     def weights(seed: int, client: int = -1) -> torch.Tensor:
         network = network_of(name, fitting(name), seed=seed, client=client)
         return torch.cat([p.detach().flatten() for p in network.parameters()])
@@ -156,7 +156,7 @@ def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
     assert not torch.equal(weights(5, client=0), weights(5, client=1))
 
 
-def test_pooling_before_relu_is_relu_before_pooling() -> None:
+def test_pooling_before_relu_equals_relu_before_pooling() -> None:
     network = network_of("lenet", MNIST)
     first = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
@@ -168,7 +168,7 @@ def test_pooling_before_relu_is_relu_before_pooling() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_body_and_head_are_the_network(name: str) -> None:
+def test_body_and_head_make_the_network(name: str) -> None:
     network = network_of(name, fitting(name)).train()
     layout = ParameterLayout(network)
     theta, buffers = layout.flatten(network)
@@ -181,7 +181,7 @@ def test_body_and_head_are_the_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_samples_have_the_smallest_side_or_are_refused(name: str) -> None:
+def test_samples_below_the_smallest_size_are_refused(name: str) -> None:
     side = SMALLEST_SIDE[name]
     smallest, less = (
         {
@@ -201,7 +201,7 @@ SMALL = SampleType((1, 15, 20))
 
 
 @pytest.mark.parametrize(
-    ("name", "sample", "said"),
+    ("name", "sample", "expected"),
     [
         ("lenet", SMALL, r"and .* of 1x15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2, vit$"),
         ("digits_cnn", SampleType((1, 3, 3)), r"model\.name=digits_cnn .*; allowed: mlp, resnet18"),
@@ -213,8 +213,8 @@ SMALL = SampleType((1, 15, 20))
         ("vit", SampleType((1, 9, 9)), "set another model.patch_size$"),
     ],
 )
-def test_samples_of_another_kind_or_size_are_refused(name: str, sample: SampleType, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_samples_of_another_kind_or_size_are_refused(name: str, sample: SampleType, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         network_of(name, sample)
 
 
@@ -264,45 +264,47 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
         load_config(None, ["model.batchnorm=true", "model.groupnorm=4"])
 
 
-def test_an_lstm_gives_the_output_of_the_last_step() -> None:
+def test_an_lstm_returns_the_output_of_the_last_step() -> None:
     network = network_of("lstm", TEXT)
     x = drawn(TEXT, 3)
-    twin = nn.LSTM(8, 256, 2, batch_first=True)
-    twin.load_state_dict(network.body.lstm.state_dict())
-    last = twin(network.body.embedding(x))[0][:, -1]
+    reference = nn.LSTM(8, 256, 2, batch_first=True)
+    reference.load_state_dict(network.body.lstm.state_dict())
+    last = reference(network.body.embedding(x))[0][:, -1]
     assert torch.equal(network(x), network.head(last))
 
 
-def test_blocks_of_the_transformer_are_torch_s() -> None:
+def test_blocks_of_the_transformer_equal_torch_s() -> None:
     block = network_of("transformer", TEXT).body.block1.double()
     width = 64
-    twin = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True).double()
+    reference = nn.TransformerEncoderLayer(
+        width, 4, 4 * width, 0.0, batch_first=True, norm_first=True
+    ).double()
     projections = [block.query, block.key, block.value]
     with torch.no_grad():
-        twin.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
-        twin.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
+        reference.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
+        reference.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
     ours = {"self_attn.out_proj": block.out, "linear1": block.fc1, "linear2": block.fc2}
     for name, layer in (ours | {"norm1": block.norm1, "norm2": block.norm2}).items():
-        twin.get_submodule(name).load_state_dict(layer.state_dict())
+        reference.get_submodule(name).load_state_dict(layer.state_dict())
     x = torch.randn(3, 20, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(block(x), twin(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(block(x), reference(x), rtol=0, atol=1e-12)
 
 
-def test_a_transformer_knows_the_order_of_tokens_and_a_textcnn_their_neighbours() -> None:
+def test_a_transformer_depends_on_the_order_of_tokens_and_a_textcnn_on_their_neighbours() -> None:
     x = drawn(TEXT, 4)
     for name in ("transformer", "textcnn", "lstm"):
         network = network_of(name, TEXT).eval()
         assert not torch.allclose(network(x), network(x.flip(1)), atol=1e-4)
 
 
-def test_vit_is_torchvision_s() -> None:
+def test_vit_equals_torchvision_s() -> None:
     network = network_of("vit", CIFAR).eval()
-    twin = torchvision_part("models").VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=10).eval()
+    reference = torchvision_part("models").VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=10).eval()
     state = {name.removeprefix("body.vit.0."): t for name, t in network.state_dict().items()}
     state |= {f"heads.{name}": state.pop(f"head.{name}") for name in ("head.weight", "head.bias")}
-    twin.load_state_dict(state)
+    reference.load_state_dict(state)
     x = drawn(SampleType(CIFAR), 2)
-    torch.testing.assert_close(network(x), twin(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(network(x), reference(x), rtol=0, atol=1e-5)
 
 
 # torchvision's networks
@@ -317,7 +319,7 @@ def torchvisions(name: str, seed: int = 0, classes: int = 10) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_the_function_is_torchvisions(name: str) -> None:
+def test_networks_compute_the_same_as_torchvision_s(name: str) -> None:
     ours = network_of(name, CIFAR).eval()
     theirs = torchvisions(name, stream_seed(0, "initial weights", 0, -1), classes=1).eval()
     x = drawn(SampleType(CIFAR), 2)
@@ -332,7 +334,7 @@ def test_the_function_is_torchvisions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_the_first_convolution_takes_grey_images(name: str) -> None:
+def test_the_first_convolution_accepts_grey_images(name: str) -> None:
     layout, rgb = layout_of(name, MNIST), layout_of(name, CIFAR)
     first, first_rgb = layout.parameters[0], rgb.parameters[0]
     assert (first.name, first.shape) == (first_rgb.name, (first_rgb.shape[0], 1, *first_rgb.shape[2:]))
@@ -343,7 +345,7 @@ def test_the_first_convolution_takes_grey_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_weights_fill_the_body_and_leave_the_head(name: str, tmp_path: Path) -> None:
+def test_given_weights_fill_the_body_and_do_not_change_the_head(name: str, tmp_path: Path) -> None:
     theirs = torchvisions(name, seed=3, classes=1000)
     for buffer in theirs.buffers():
         buffer.add_(1)
@@ -385,11 +387,11 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert 'Unexpected key(s) in state_dict: "layer5.weight".' in refusal(extra)
     assert "does not fit" in refusal(state | {0: torch.ones(1)})
     assert "does not fit" in refusal(state | {"features.0.0.weight": 1})
-    said = "size mismatch for features.0.0.weight: copying a param with shape torch.Size([32, 3, 3, 3])"
-    assert said in refusal(state, shape=MNIST)
+    expected = "size mismatch for features.0.0.weight: copying a param with shape torch.Size([32, 3, 3, 3])"
+    assert expected in refusal(state, shape=MNIST)
 
 
-def test_torchvision_is_imported_with_its_networks_only_and_without_its_compiled_part() -> None:
+def test_torchvision_is_imported_only_for_its_networks_and_without_its_compiled_part() -> None:
     program = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""The page in a browser: it draws everything, asks no network, and is small, whatever the run."""
+"""The page in a browser: it draws everything, makes no network requests, and is small for any run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_slider_steps_through_rounds_and_a_client_is_chosen(page: Page) -> N
     assert image(page, "[data-chart=picture] .maps:last-of-type canvas") != of_one
 
 
-def test_exact_values_are_told_by_pointer_and_by_keys(page: Page) -> None:
+def test_exact_values_are_shown_by_pointer_and_by_keys(page: Page) -> None:
     tooltip = page.locator("#tooltip")
     page.locator("[data-chart=accuracy] svg[role]").focus()
     page.keyboard.press("ArrowRight")
@@ -125,7 +125,7 @@ def test_exact_values_are_told_by_pointer_and_by_keys(page: Page) -> None:
     assert "conv1: client 0, client" in tooltip.inner_text()
 
 
-def test_everything_is_reached_by_keys_and_shows_its_focus(page: Page) -> None:
+def test_every_control_is_reached_by_keys_and_shows_its_focus(page: Page) -> None:
     reached = set()
     page.locator(".skip").focus()
     for _ in range(32):
@@ -138,7 +138,7 @@ def test_everything_is_reached_by_keys_and_shows_its_focus(page: Page) -> None:
     assert {"BUTTON", "svg", "SUMMARY", "SELECT", "INPUT", "CANVAS"} <= reached
 
 
-def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
+def test_colours_are_light_or_dark_by_preference_and_by_button(page: Page) -> None:
     def looks() -> tuple[str, str]:
         background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
         return background, image(page, "[data-chart=clients] canvas")
@@ -149,7 +149,7 @@ def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
     page.locator("#theme").press("Enter")
     assert looks() == light
     page.emulate_media(color_scheme="dark")
-    # the browser tells of it with its next frame
+    # the browser reports it with its next frame
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert looks() == dark
     assert light[0] != dark[0]
@@ -179,7 +179,7 @@ def test_a_narrow_window_has_no_sideways_scroll(page: Page) -> None:
     page.set_viewport_size({"width": 1200, "height": 900})
 
 
-def test_runs_side_by_side_are_drawn_when_they_are_opened(browser: Browser, pfedla: Path) -> None:
+def test_several_runs_are_drawn_when_they_are_opened(browser: Browser, pfedla: Path) -> None:
     shares = RNG.random((4, 5)).astype(np.float32)
     apfl = make_run(pfedla.parent / "apfl", rising(4, 5), ["method.name=apfl"], of_method={"alpha": shares})
     side_by_side = ("accuracy", "loss", "distribution", "bytes", "seconds", "by-bytes", "by-steps")
@@ -191,7 +191,7 @@ def test_runs_side_by_side_are_drawn_when_they_are_opened(browser: Browser, pfed
         assert {kind for kind, *_ in drawings(page)} == {*side_by_side, *KINDS}
 
 
-def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) -> None:
+def test_unseen_clients_have_a_line_and_a_mark(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "fedavg", rising(4, 5), ["method.name=fedavg"], unseen=np.full((4, 2), 0.5))
     with drawn(browser, written(folder), *NO_PICTURE) as page:
         for kind in ("accuracy", "loss"):
@@ -199,13 +199,13 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
         assert "Pale bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
         canvas = page.locator("[data-chart=clients] canvas")
         canvas.focus()
-        told = []
+        shown = []
         for _ in range(7):
             page.keyboard.press("ArrowDown")
-            told.append(page.locator("#tooltip").inner_text().splitlines()[0])
-        assert told[-2:] == ["client 5, unseen", "client 6, unseen"]
+            shown.append(page.locator("#tooltip").inner_text().splitlines()[0])
+        assert shown[-2:] == ["client 5, unseen", "client 6, unseen"]
         rows = rows_of_table(page, "clients").locator("th").all_inner_texts()
-        assert [row for row in rows if "unseen" in row] == told[-2:]
+        assert [row for row in rows if "unseen" in row] == shown[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
@@ -241,14 +241,14 @@ def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_a_run_of_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:
     one = np.ones((1, 1, len(LAYERS), 1), np.float32)
     folder = make_run(tmp_path / "pfedla", np.full((1, 1), 0.5), of_method={"alpha": one})
     with drawn(browser, written(folder), *KINDS):
         pass
 
 
-def test_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
     accuracy = rising(5, 4)
     accuracy[2:] = np.nan
     coefficient = np.where(np.isnan(accuracy), np.nan, 0.5)
@@ -264,7 +264,7 @@ def test_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
     assert "NaN" not in text.partition('id="data">')[2].partition("</script>")[0]
 
 
-def test_a_thousand_clients_weights_are_thinned(browser: Browser, tmp_path: Path) -> None:
+def test_weights_of_a_thousand_clients_are_thinned(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(
         tmp_path / "heurpfedla",
         rising(3, 1000),
@@ -316,7 +316,7 @@ def test_a_constant_without_bounds_is_drawn(
         assert lines.first.evaluate("line => line.getBBox().width > 100 && line.getBBox().y > 20")
 
 
-def test_no_label_of_a_tick_is_cut(browser: Browser, tmp_path: Path) -> None:
+def test_no_tick_label_is_cut_off(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "fedavg", rising(4, 3), ["method.name=fedavg"], eval_every=250)
     with drawn(browser, written(folder), *NO_PICTURE) as page:
         outside = page.evaluate(
@@ -328,7 +328,7 @@ def test_no_label_of_a_tick_is_cut(browser: Browser, tmp_path: Path) -> None:
         assert "1,000" in page.locator("[data-chart=accuracy] svg[role]").inner_html()
 
 
-def test_captions_tell_of_bands_only_where_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_captions_mention_bands_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
     two = make_run(tmp_path / "two", rising(2, 3), ["method.name=fedavg"])
     one = make_run(tmp_path / "one", rising(1, 3), ["method.name=fedavg"])
     for folders, has in (([two], True), ([one], False), ([two, one], True)):
@@ -337,14 +337,14 @@ def test_captions_tell_of_bands_only_where_some_are_drawn(browser: Browser, tmp_
             assert bool(opened.page.locator("[data-chart=accuracy] polygon").count()) is has
 
 
-def test_dots_are_told_only_where_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_captions_mention_dots_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
     few = make_run(tmp_path / "few", rising(1, 3), ["method.name=fedavg"])
     many = make_run(tmp_path / "many", rising(1, 201), ["method.name=fedavg", "data.per_client=2"])
-    for folders, told in (
+    for folders, shown in (
         ([few, few], "Each dot is a client; the box"),
         ([few, many], "Each dot is a client, of runs with at most 200; the box"),
         ([many, many], "The box"),
     ):
         with opened_page(browser, written(*folders)) as opened:
-            assert told in caption(opened.page, "distribution")
-            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in told)
+            assert shown in caption(opened.page, "distribution")
+            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in shown)

@@ -1,4 +1,4 @@
-"""What the page says, which runs it takes, and what it refuses."""
+"""What the page shows, which runs it accepts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def headline(run: Any, field: str) -> dict[str, Any]:
     return {entry["name"]: entry[field] for entry in run["headline"]}
 
 
-def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_its_page_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main([*TINY[:-1], "run.checkpoint_every=1", "--out", str(folder)]) == FINISHED
     assert f"open in a browser\n  {folder}/report.html\n" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (folder / "report.html").read_bytes() == written
 
 
-def test_a_run_may_have_no_page(tmp_path: Path) -> None:
+def test_a_run_without_a_page_writes_none(tmp_path: Path) -> None:
     assert main([*TINY, "run.report=false", "--out", str(tmp_path / "run")]) == FINISHED
     assert not (tmp_path / "run" / "report.html").exists()
     # it changes no result
@@ -74,7 +74,7 @@ def test_a_run_may_have_no_page(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
+def test_the_page_of_an_unfinished_run_shows_its_rounds_so_far(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "pfedla", rising(4, 5))
     (folder / "clients.csv").unlink()
     metrics = folder / "metrics.csv"
@@ -90,10 +90,10 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
     for name in ("clients.csv", "checkpoint.h5"):
         (folder / name).unlink()
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
-    told = headline(run, "remark")
-    assert told["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
-    assert "Worst tenth" not in told
-    # beside a run that has it the column stands
+    remarks = headline(run, "remark")
+    assert remarks["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
+    assert "Worst tenth" not in remarks
+    # with a run that has it, the column is shown
     other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
     both = [headline(run, "text") for run in reported(tmp_path / "both.html", folder, other)["runs"]]
     assert [one["Worst tenth"] for one in both] == ["none", "54.00 %"]
@@ -104,10 +104,13 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     seen, unseen = rising(3, 4), np.array([[0.1, 0.1], [0.2, 0.2], [0.25, 0.35]])
     folder = make_run(tmp_path / "fedavg", seen, ["method.name=fedavg"], unseen=unseen)
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
-    told, remarks = headline(run, "text"), headline(run, "remark")
+    texts, remarks = headline(run, "text"), headline(run, "remark")
     # 0.9 times 0.6, 0.73, 0.87 and 1
-    assert (told["Mean accuracy"], remarks["Mean accuracy"]) == ("72.00 %", "mean over 4 clients in training")
-    assert (told["Worst tenth"], told["Unseen clients"]) == ("54.00 %", "30.00 %")
+    assert (texts["Mean accuracy"], remarks["Mean accuracy"]) == (
+        "72.00 %",
+        "mean over 4 clients in training",
+    )
+    assert (texts["Worst tenth"], texts["Unseen clients"]) == ("54.00 %", "30.00 %")
     assert remarks["Unseen clients"] == "mean over 2 clients with no part in training, spread 5.00 %"
     assert (run["numUnseen"], run["clients"]["accuracy"][4:]) == (2, [0.25, 0.35])
     assert run["classes"]["shape"] == [6, 6]
@@ -118,14 +121,14 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     # a quantile over the four
     assert run["bands"]["accuracy"][1][-1] == pytest.approx(np.quantile(seen[-1], 0.25), abs=1e-4)
 
-    # the same from the checkpoint, while it goes on; and beside a run without such clients
+    # the same from the checkpoint of an unfinished run, and with a run without such clients
     (folder / "clients.csv").unlink()
     other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
     going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
-    assert (headline(going, "text"), headline(going, "remark")) == (told, remarks)
+    assert (headline(going, "text"), headline(going, "remark")) == (texts, remarks)
     assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
     assert going["clients"]["accuracy_after_training"][4:] == [None, None]
-    assert list(headline(other_run, "text")) == list(told)
+    assert list(headline(other_run, "text")) == list(texts)
     assert headline(other_run, "text")["Unseen clients"] == "none"
     assert "accuracy_unseen" not in other_run["curves"]
 
@@ -156,7 +159,7 @@ def test_metrics_are_means_over_clients_that_have_them(
     assert (run["confusion"], run["notes"]) == ({}, ["no confusion matrix of 10 classes"])
 
 
-def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path) -> None:
+def test_the_newest_weights_are_shown_if_there_are_too_many(tmp_path: Path) -> None:
     weights = np.random.default_rng(0).random((3, len(LAYERS), 3), np.float32)
     more = {"of_method": {"self_weight": np.full((2, 3, len(LAYERS)), 0.5)}, "derived": {"alpha": weights}}
     folder = make_run(tmp_path / "pfedla", rising(2, 3), **more)
@@ -169,7 +172,9 @@ def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path) -> None:
     assert alpha["names"]["layer"] == LAYERS
 
 
-def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_shows_several_runs_or_all_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = tmp_path / "table"
     for seed in (0, 1):
         for method in ("fedavg", "local"):
@@ -191,7 +196,7 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert reported(both, table / "local-s0", raw)["notes"] == []
 
 
-def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a run folder" in refused(capsys, "report", tmp_path / "nowhere")
     assert "is not a run folder" in refused(capsys, "report", tmp_path)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
@@ -254,20 +259,20 @@ def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
+def test_a_picture_with_wrong_axes_loses_only_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
     folder = tmp_path / "run"
     assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
-    told = capsys.readouterr().err
-    assert "no report: diagnostic 'met' cannot be drawn" in told
-    assert "the shape [3], and its axes are (client, client)" in told
+    printed = capsys.readouterr().err
+    assert "no report: diagnostic 'met' cannot be drawn" in printed
+    assert "the shape [3], and its axes are (client, client)" in printed
     assert (folder / "clients.csv").exists()
     assert "'met' cannot be drawn" in refused(capsys, "report", folder)
 
 
-def test_axes_that_are_not_those_of_the_values_are_refused() -> None:
+def test_axes_that_do_not_match_the_values_are_refused() -> None:
     for axes, shape in {
         "client layer": (4,),
         "client": (4, 4),
@@ -282,13 +287,13 @@ def codes(picture: Any) -> list[int]:
     return list(base64.b64decode(picture["codes"]))
 
 
-def test_values_become_bytes_between_the_bounds() -> None:
+def test_values_are_coded_as_bytes_between_the_bounds() -> None:
     values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
     (packed,) = packed_pictures([Recorded(Diagnostic("a", ("client",), "", "", low=0), values, rounds)], 100)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
     assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
     assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
-    # a declared bound holds unless values lie beyond it
+    # a declared bound holds unless values are beyond it
     wide = Diagnostic("a", ("client",), "", "", low=-2, high=1)
     (packed,) = packed_pictures([Recorded(wide, values, rounds)], 100)
     assert (packed["low"], packed["high"]) == (-2, 2)
@@ -298,7 +303,7 @@ def test_values_become_bytes_between_the_bounds() -> None:
     assert codes(packed) == [0, 3, UNKNOWN]
 
 
-def test_steps_are_told_only_where_they_round_values() -> None:
+def test_the_page_names_the_step_of_values_only_if_they_are_rounded() -> None:
     def note(values: list[float]) -> str:
         one = Recorded(Diagnostic("a", ("client",), "", ""), np.array([values]), np.zeros(1, int))
         return str(packed_pictures([one], 100)[0]["note"])
@@ -308,7 +313,7 @@ def test_steps_are_told_only_where_they_round_values() -> None:
     assert note([0, 1, 0.3]) == "values in 254 steps of 0.0039"
 
 
-def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
+def test_evaluations_are_thinned_before_clients_and_the_page_reports_it() -> None:
     large, small = np.zeros((9, 4, 2, 4)), np.zeros((9, 4))
     axes = ("client", "layer", "client")
     rounds = np.arange(9)
@@ -326,7 +331,7 @@ def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
     assert (packed["shape"], packed["rounds"]) == ((4, 2, 4), [8])
 
 
-def test_what_is_kept_is_spread_out_with_both_ends() -> None:
+def test_thinning_keeps_both_ends_and_even_distances() -> None:
     assert spread_out(10, 4).tolist() == [0, 3, 6, 9]
     assert spread_out(3, 10).tolist() == [0, 1, 2]
     assert spread_out(1, 5).tolist() == [0]
@@ -353,27 +358,27 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     keys = ["run.on_divergence=skip"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, diverged=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    told = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
+    expected = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
     for is_finished in (True, False):
         if not is_finished:
             (some / "clients.csv").unlink()
         assert load_run(some).diverged.tolist() == [0, 3, 0, 0, 3, 0]
         page = tmp_path / "page.html"
         runs = reported(page, some, none)["runs"]
-        assert [run["warnings"] for run in runs] == [[f"{told} (run.on_divergence)."], []]
+        assert [run["warnings"] for run in runs] == [[f"{expected} (run.on_divergence)."], []]
         assert [headline(run, "value")["Diverged"] for run in runs] == [6, None]
-        assert f'<p class="warning">{told}' in page.read_text()
+        assert f'<p class="warning">{expected}' in page.read_text()
     # a page without such a run has no figure of it
     assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 
 
-def test_lost_clients_and_the_simulated_clock_have_figures_and_a_curve(tmp_path: Path) -> None:
+def test_the_page_shows_lost_clients_and_the_simulated_clock(tmp_path: Path) -> None:
     keys = ["clients.drop_rate=0.5", "clients.step_s=1"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, lost=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
     runs = reported(tmp_path / "page.html", some, none)["runs"]
-    told, values = ([headline(run, field) for run in runs] for field in ("text", "value"))
-    assert [(text["Lost"], text["Simulated time"]) for text in told] == [("6", "0:00:06"), ("none", "none")]
+    texts, values = ([headline(run, field) for run in runs] for field in ("text", "value"))
+    assert [(text["Lost"], text["Simulated time"]) for text in texts] == [("6", "0:00:06"), ("none", "none")]
     assert [(value["Lost"], value["Simulated time"]) for value in values] == [(6, 6), (None, None)]
     assert runs[0]["curves"]["simulated"] == [2, 4, 6]
     assert "simulated" not in runs[1]["curves"]

@@ -1,4 +1,4 @@
-"""Two runs beside each other: differences worked out by hand, and runs that cannot be compared."""
+"""Comparison of runs: differences worked out by hand, and runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def made(folder: Path, *settings: str, accuracies: tuple[float, ...] = (0.5, 0.6
     return hpcfl.load_run(folder)
 
 
-def test_differences_intervals_and_keys_are_as_by_hand(
+def test_differences_intervals_and_keys_equal_those_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local = ("method.name=local", "train.lr=0.1")
@@ -57,7 +57,7 @@ def test_differences_intervals_and_keys_are_as_by_hand(
     assert "one partition" not in str(both)
 
 
-def test_seeds_that_share_a_partition_are_told(tmp_path: Path) -> None:
+def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path) -> None:
     runs = [
         made(tmp_path / f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", "data.seed=0")
         for name in ("fedavg", "local")
@@ -90,12 +90,12 @@ def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
         hpcfl.compare(one)
 
 
-def test_other_seeds_and_the_same_folder_are_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_other_seeds_and_equal_folders_are_refused_with_advice(tmp_path: Path) -> None:
     one, two = (made(tmp_path / f"A-s{seed}", f"run.seed={seed}") for seed in (1, 2))
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\); .* A-s1 B-s1 A-s2 B-s2$"):
         hpcfl.compare(one, two)
     with pytest.raises(UserError, match="a run is named twice; compare runs in two folders"):
         hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
-    dealt = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
+    of_seeds = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):
-        hpcfl.compare(*dealt)
+        hpcfl.compare(*of_seeds)

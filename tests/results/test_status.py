@@ -1,4 +1,4 @@
-"""How a run is going, as its folder tells it."""
+"""The status of a run, read from its folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[in
     assert run.rounds == 3
 
 
-def test_best_is_the_first_of_the_highest_and_no_nan(tmp_path: Path) -> None:
+def test_the_best_round_is_the_first_of_highest_accuracy_and_not_nan(tmp_path: Path) -> None:
     run = Run(make_run(tmp_path / "run", np.array([[np.nan, 1], [0.5, 0.25], [0.25, 0.5], [0.25, 0.25]])))
     assert [run.best[name] for name in ("round", "accuracy_mean")] == [2, 0.375]
     assert [run.last[name] for name in ("round", "accuracy_mean")] == [4, 0.25]
@@ -72,7 +72,7 @@ def test_only_the_end_of_a_long_log_is_read(folder: Path) -> None:
     assert 10 < len(log) < 500
 
 
-def test_the_lock_tells_how_a_run_is(folder: Path) -> None:
+def test_the_status_of_a_run_follows_from_its_lock(folder: Path) -> None:
     assert Run(folder).status.state == "stopped"
     with FolderLock(folder):
         assert Run(folder).status.state == "running"
@@ -88,7 +88,7 @@ def test_the_lock_tells_how_a_run_is(folder: Path) -> None:
     assert (status.owner, status.state) == ("pid 7 on another-node", "unknown")
 
 
-def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:
+def test_a_run_is_finished_only_after_its_last_round(folder: Path) -> None:
     (folder / "metrics.csv").write_text(f"{HEADER}\n{row(3)}\n")
     assert Run(folder).status.state == "stopped"
     (folder / "clients.csv").touch()
@@ -101,7 +101,7 @@ def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "- 1\n", "train: {rounds: 3\n", "train: {rounds: 3}\n", "x: 2024-13-45\n"]
 )
-def test_what_is_no_run_folder_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml is damaged; name the folder of another run"):
         Run(tmp_path)

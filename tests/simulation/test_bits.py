@@ -1,4 +1,4 @@
-"""The same bits for any number of ranks, any size of block, any rhythm of evaluations, and with a stop."""
+"""The same bits for any number of ranks, any size of block, any schedule of evaluations, and with a stop."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ SCORED_ANEW = ("fedem-unseen", "pfedla-unseen")
 @pytest.mark.parametrize(
     "case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE, *SCORED_ANEW]
 )
-def test_stopped_after_the_first_round(
+def test_a_run_stopped_after_the_first_round_has_the_same_bits(
     serial: Folders, settings: list[str], tmp_path: Path, case: str
 ) -> None:
     """Methods of KINDS are stopped in more places in test_resume.py."""
@@ -209,7 +209,7 @@ def test_stopped_after_the_first_round(
 
 
 @pytest.mark.parametrize("case", SERIAL_CASES)
-def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], case: str) -> None:
+def test_personalised_models_are_the_scored_ones(serial: Folders, settings: list[str], case: str) -> None:
     place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator()).worker_context
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1].tolist()
@@ -250,14 +250,14 @@ def some_between(rows: Tensor, low: float, high: float) -> bool:
         ("ifca-all", "personalised/theta", lambda theta: len(theta.unique(dim=0)) == 2),
     ],
 )
-def test_what_makes_a_method_special_happens_in_these_runs(
+def test_the_tiny_runs_reach_the_special_steps_of_each_method(
     serial: Folders, case: str, name: str, happens: Callable[[Tensor], bool]
 ) -> None:
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         assert happens(torch.from_numpy(file[name][()]))
 
 
-def test_another_seed_gives_other_bits(serial: Folders, settings: list[str], tmp_path: Path) -> None:
+def test_another_seed_gives_different_bits(serial: Folders, settings: list[str], tmp_path: Path) -> None:
     case = "heurpfedla-some"
     assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case], "run.seed=2"]) == 0
     changed = differing(serial(case), tmp_path / "run")

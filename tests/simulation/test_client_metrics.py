@@ -1,4 +1,4 @@
-"""Metrics at the end of a run: whose they are, and only if asked for. All methods are in test_bits.py."""
+"""Metrics at the end of a run: of which model, and only on request. All methods are in test_bits.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folders(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true:UserWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_of_each_clients_model_on_its_own_samples(folders: dict[str, Path], case: str) -> None:
+def test_metrics_are_of_each_client_s_model_on_its_own_samples(folders: dict[str, Path], case: str) -> None:
     run = load_run(folders[case])
     arrays, parts = load_data(run.config)
     right, total = np.zeros(10), np.zeros(10)
@@ -69,7 +69,7 @@ def test_clients_are_in_order_whatever_the_cohorts_of_an_evaluation(
     assert "confusion.csv" not in differing(folders["pfedla"], tmp_path / "run")
 
 
-def test_they_change_nothing_else_are_added_to_a_finished_run_and_stay(
+def test_metrics_change_nothing_else_and_can_be_added_to_a_finished_run(
     folders: dict[str, Path], settings: list[str], tmp_path: Path
 ) -> None:
     plain, keys = tmp_path / "plain", [*settings, *CASES["pfedla"]]

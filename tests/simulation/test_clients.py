@@ -1,4 +1,4 @@
-"""Clients as they are: sampled by size or loss, lost on the way, slow, with unequal work (`clients.*`)."""
+"""Realistic clients: sampled by size or loss, lost in a round, slow, with unequal work (`clients.*`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_candidates_of_highest_loss_are_chosen() -> None:
     assert of_highest_loss([0, 4, 5], losses, 2) == [4, 5]
 
 
-def test_power_of_choice_knows_the_losses_of_the_rounds_before(
+def test_power_of_choice_uses_the_losses_of_earlier_rounds(
     monkeypatch: pytest.MonkeyPatch, recorded: list[dict[str, object]]
 ) -> None:
     known: list[np.ndarray] = []
@@ -177,7 +177,7 @@ def test_a_lost_member_is_as_if_it_had_not_been_sampled(
 
 
 @pytest.mark.parametrize("case", LOSING)
-def test_a_cohort_that_is_lost_altogether_changes_nothing(
+def test_a_cohort_of_only_lost_clients_changes_nothing(
     settings: list[str], tmp_path: Path, case: str
 ) -> None:
     keys = [*settings, *LOSING[case], DROPS_ALL]
@@ -204,7 +204,7 @@ def factor_by_hand(run: Run, sigma: float, client: int) -> float:
 TWO = ("method.name=fedavg", "data.clients=2", "clients.step_s=0.5", "clients.slowness=0.7")
 
 
-def test_the_clock_goes_with_the_slowest_of_two_clients() -> None:
+def test_the_simulated_clock_follows_the_slower_of_two_clients() -> None:
     run = Run(*TWO, "clients.bytes_per_s=1e4", "train.local_epochs=3")
     # 28 samples are 4 mini-batches of at most 8; a model goes down and up in float32
     message_s = 2 * 4 * run.method.layout.size / 1e4
@@ -215,7 +215,7 @@ def test_the_clock_goes_with_the_slowest_of_two_clients() -> None:
     assert without.simulation.ledger.simulated_s == 3 * 4 * 0.5
 
 
-def test_a_client_that_is_late_is_lost_after_its_training(recorded: list[dict[str, object]]) -> None:
+def test_a_late_client_is_lost_after_its_training(recorded: list[dict[str, object]]) -> None:
     run = Run(*TWO, "method.name=local", "clients.deadline_s=4", "train.rounds=1")
     times = [4 * 0.5 * factor_by_hand(run, 0.7, client) for client in range(2)]
     assert min(times) < 4 < max(times)
@@ -246,7 +246,7 @@ def test_a_round_lasts_as_long_as_its_slowest_member_or_the_deadline() -> None:
 @pytest.mark.parametrize(
     "case", ["fedavg", "fedmn", "heurpfedla", "local", "pfedmb", "fedavg-int8", "heurpfedla-topk"]
 )
-def test_the_bytes_of_the_clock_are_those_of_the_ledger(
+def test_the_bytes_of_the_simulated_clock_are_those_of_the_ledger(
     settings: list[str], recorded: list[dict[str, object]], tmp_path: Path, case: str
 ) -> None:
     """With a step of no time, a round lasts as long as most bytes; none has more than the deadline allows."""
@@ -261,7 +261,7 @@ def test_the_bytes_of_the_clock_are_those_of_the_ledger(
 # Unequal work
 
 
-def test_draws_of_epochs_and_batch_sizes() -> None:
+def test_epochs_and_batch_sizes_are_drawn_from_their_ranges() -> None:
     work = Work(TrainConfig(local_epochs=9), 3, ClientsConfig(local_epochs=[2, 5], batch_size=[8, 16, 32]))
     epochs = np.array([[work.local_epochs(n, c) for n in range(100)] for c in range(20)])
     counts = np.bincount(epochs.ravel(), minlength=6) / epochs.size
@@ -274,7 +274,7 @@ def test_draws_of_epochs_and_batch_sizes() -> None:
     assert Work(TrainConfig(local_epochs=9, batch_size=4)).local_epochs(1, 1) == 9
 
 
-def test_each_client_does_its_own_steps() -> None:
+def test_each_client_runs_its_own_number_of_steps() -> None:
     unequal = ClientsConfig(local_epochs=[1, 4], batch_size=[3, 6])
     place = replace(make_place(make_network(), [10, 7, 13, 4], TrainConfig()), unequal=unequal)
     clients = ClientGroup(place, range(4), 6)
@@ -293,7 +293,7 @@ def test_each_client_does_its_own_steps() -> None:
     assert sum(batch.y.numel() for batch in clients.batches(epochs=2)) == 2 * (10 + 7 + 13 + 4)
 
 
-def test_newcomers_keep_their_epochs() -> None:
+def test_unseen_clients_keep_their_epochs() -> None:
     run = Run("method.name=fedavg", "data.unseen_clients=0.25", "clients.local_epochs=[3,4]")
     assert run.unseen.work.local_epochs(3, 3) == 1
     assert run.workplace.work.local_epochs(3, 2) in (3, 4)
@@ -317,7 +317,7 @@ def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-9)
 
 
-def test_keys_that_are_off_leave_the_name_of_a_run(settings: list[str]) -> None:
+def test_keys_that_are_off_do_not_change_the_run_name(settings: list[str]) -> None:
     off = ["clients.sampling=uniform", "clients.drop_rate=0", "data.label_noise=0"]
     plain, same = (load_config(None, [*settings, *words]) for words in ([], off))
     assert plain.run_name() == same.run_name()
@@ -337,7 +337,7 @@ ALL = [
 """All keys of clients at once."""
 
 
-def test_the_bits_hang_neither_on_the_ranks_nor_on_a_stop(
+def test_the_bits_depend_neither_on_the_ranks_nor_on_a_stop(
     settings: list[str], tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """The stop is between two evaluations."""

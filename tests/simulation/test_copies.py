@@ -1,4 +1,4 @@
-"""How often a model is copied on its way from the server's state to a client's training and back."""
+"""How often a model is copied between the state of the server and the training of a client."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Copies(TorchDispatchMode):
         ("pfedla", 4 * CLIENTS + 2 * CLIENTS),
     ],
 )
-def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
+def test_a_model_is_copied_only_if_necessary(
     method: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(f"method.name={method}", f"data.clients={CLIENTS}", "train.rounds=1")

@@ -1,4 +1,4 @@
-"""What is planned for a device's free memory, and a device that has too little of it."""
+"""Plans for the free memory of a device, and a device with too little memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def full(*_: Any) -> NoReturn:
         (BatchedScorer, "scores", "batched"),
     ],
 )
-def test_out_of_memory_says_what_to_lower(
+def test_a_gpu_out_of_memory_error_names_what_to_lower(
     owner: type[Any],
     hook: str,
     engine: str,
@@ -53,15 +53,15 @@ def test_out_of_memory_says_what_to_lower(
     monkeypatch.setattr(owner, hook, full)
     keys = [*SMALL, f"run.engine={engine}", "run.eval_every=1"]
     assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
-    told = capsys.readouterr().err
-    assert told.startswith("hpcfl: error: the GPU of rank 0 on ")
-    assert "out of memory; try " in told
-    assert "run.state=host, a smaller run.clients_at_once" in told
-    assert "a smaller train.batch_size" in told
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("hpcfl: error: the GPU of rank 0 on ")
+    assert "out of memory; try " in printed
+    assert "run.state=host, a smaller run.clients_at_once" in printed
+    assert "a smaller train.batch_size" in printed
+    assert printed.count("\n") == 1
 
 
-def test_samples_that_do_not_fit(
+def test_samples_that_do_not_fit_into_gpu_memory_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Shard, "build", full)
@@ -71,15 +71,15 @@ def test_samples_that_do_not_fit(
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that says how many bytes of the GPU are free."""
+    """Return a function that sets how many bytes of the GPU are free."""
 
-    def say(num_bytes: int) -> None:
+    def set_free(num_bytes: int) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (num_bytes, 2 * num_bytes))
 
-    return say
+    return set_free
 
 
-def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
+def test_clients_at_once_is_a_power_of_two_that_fits_into_half_of_the_free_memory(
     free: Callable[[int], None],
 ) -> None:
     method = method_of()
@@ -98,7 +98,9 @@ def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
     assert clients_at_once(5, chain, GPU, 1, 1000) == 1  # type: ignore[arg-type]
 
 
-def test_state_is_on_the_device_if_a_quarter_of_the_free_memory_holds_it(free: Callable[[int], None]) -> None:
+def test_state_is_on_the_device_if_it_fits_into_a_quarter_of_the_free_memory(
+    free: Callable[[int], None],
+) -> None:
     method = method_of()
     each = bytes_of_client(method)
     free(64 * each)
@@ -117,7 +119,7 @@ def test_state_is_on_the_device_if_a_quarter_of_the_free_memory_holds_it(free: C
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmn", "pfedla"])
-def test_a_client_takes_its_vectors_and_its_activations(name: str) -> None:
+def test_the_memory_of_a_client_is_its_vectors_and_activations(name: str) -> None:
     large, small = (
         method_of(f"method.name={name}", "model.batchnorm=true", f"train.batch_size={size}")
         for size in (16, 8)

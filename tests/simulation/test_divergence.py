@@ -1,4 +1,4 @@
-"""Clients whose numbers become nan or infinite: named, counted, and stopped at, left out, or gone on with."""
+"""Clients whose numbers become nan or infinite are named; a run stops, leaves them out, or continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.usefixtures("own_code_forgotten"), pytest.mark.warns]
 
 SKIP = "run.on_divergence=skip"
 
-POISONED = '''"""A method of which some clients send and keep in some rounds what is no number."""
+POISONED = '''"""A method with which some clients send and keep nan in some rounds."""
 
 import torch
 
@@ -60,7 +60,7 @@ class Poisoned(METHODS["{method}"]):
                         clients[name][number] = torch.nan
         return up
 '''
-TOLD = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta)"
+CAUSE = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta)"
 
 
 def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "fedavg") -> str:
@@ -84,7 +84,7 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
     return read_csv(folder / "metrics.csv")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines on standard error since the last look."""
     return capsys.readouterr().err.splitlines()
 
@@ -92,15 +92,15 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # What the user reads
 
 
-def test_the_run_stops_and_goes_on_without_them(
+def test_a_diverged_run_stops_and_can_continue_without_the_diverged_clients(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
     capsys.readouterr()
     assert run_here(folder, poisoned) == DIVERGED
-    (line,) = said(capsys)
+    (line,) = printed_lines(capsys)
     assert line == (
-        f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start over with a lower train.lr "
+        f"hpcfl: error: {CAUSE}; the last good checkpoint is of round 2: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to leave such clients "
         "out of the round and continue"
     )
@@ -111,10 +111,12 @@ def test_the_run_stops_and_goes_on_without_them(
         assert np.isfinite(file["server/theta"][()]).all()
     # again, it stops at the same place
     assert run_here(folder, poisoned) == DIVERGED
-    assert said(capsys) == [line]
+    assert printed_lines(capsys) == [line]
     assert contents(folder) == before
     assert run_here(folder, [*poisoned, SKIP]) == FINISHED
-    assert said(capsys) == [f"hpcfl: warning: {TOLD}: left out of the round (run.on_divergence=skip)"]
+    assert printed_lines(capsys) == [
+        f"hpcfl: warning: {CAUSE}: left out of the round (run.on_divergence=skip)"
+    ]
     assert run_here(whole, [*poisoned, SKIP]) == FINISHED
     assert differing(whole, folder) == []
     assert [row["diverged"] for row in metrics_of(folder)] == ["0", "0", "2", "2"]
@@ -125,11 +127,11 @@ def test_the_run_stops_and_goes_on_without_them(
     assert (up / down).tolist() == [1, 1, 1, 0.75, 1, 0.75, 1]
 
 
-def test_the_run_goes_on_with_their_numbers(
+def test_a_diverged_run_can_continue_with_their_numbers(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(tmp_path / "run", [*poisoned, "run.on_divergence=continue"]) == FINISHED
-    first, *others = said(capsys)
+    first, *others = printed_lines(capsys)
     assert first.endswith("theta): the run continues with these numbers (run.on_divergence=continue)")
     assert others == []
     # all have them from round 4 on
@@ -137,7 +139,7 @@ def test_the_run_goes_on_with_their_numbers(
     assert metrics_of(tmp_path / "run")[-1]["loss_mean"] == "nan"
 
 
-def test_too_large_a_step(
+def test_a_run_with_too_large_a_step_stops(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real divergence, on three ranks and alone: one line, one exit code, no traceback."""
@@ -150,10 +152,10 @@ def test_too_large_a_step(
     # to leave all out would train nothing
     assert line.endswith("; there is no checkpoint yet: start over with a lower train.lr (it is 1e+06)")
     assert run_here(tmp_path / "alone", keys) == DIVERGED
-    assert said(capsys) == [line]
+    assert printed_lines(capsys) == [line]
 
 
-def test_a_server_that_diverges_is_told_from_its_clients(
+def test_divergence_of_the_server_is_distinguished_from_that_of_clients(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aggregate = METHODS["fedavg"].aggregate
@@ -170,7 +172,7 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         capsys.readouterr()
         assert run_here(folder, [*settings, *keys, "run.eval_every=3"]) == DIVERGED
         kept = "the last good checkpoint is of round 1" if every == 1 else "there is no checkpoint yet"
-        assert said(capsys) == [
+        assert printed_lines(capsys) == [
             f"hpcfl: error: the server's state is not finite after round 2 (fedavg; theta); {kept}: "
             "start over with a lower train.lr (it is 0.05), or take smaller steps on the server "
             "(hpcfl list keys method)"
@@ -179,7 +181,7 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         assert not list(folder.glob("*tmp*"))
 
 
-def test_a_model_that_cannot_be_scored(
+def test_a_model_that_cannot_be_scored_stops_the_run(
     settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fine-tuning makes nan of a sound model; the last evaluation is part of a checkpoint."""
@@ -194,17 +196,17 @@ def test_a_model_that_cannot_be_scored(
     monkeypatch.setattr(METHODS["fedavg"], "finetune", spoilt)
     keys = [*settings, "method.name=fedavg", "train.finetune_epochs=2", "train.rounds=2"]
     what = "fedavg; loss is nan after 2 epochs of fine-tuning"
-    told = f"client 4 diverged in the evaluation after round 2 ({what})"
+    cause = f"client 4 diverged in the evaluation after round 2 ({what})"
     capsys.readouterr()
     assert run_here(tmp_path / "run", keys) == DIVERGED
-    assert said(capsys) == [
-        f"hpcfl: error: {told}; the last good checkpoint is of round 1: start over with a lower train.lr "
+    assert printed_lines(capsys) == [
+        f"hpcfl: error: {cause}; the last good checkpoint is of round 1: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to continue with such scores"
     ]
     assert not list((tmp_path / "run").glob("*tmp*"))
     assert [row["round"] for row in metrics_of(tmp_path / "run")] == ["1"]
     assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
-    assert said(capsys) == [f"hpcfl: warning: {told}"]
+    assert printed_lines(capsys) == [f"hpcfl: warning: {cause}"]
     assert metrics_of(tmp_path / "run")[-1]["diverged"] == "0"
 
 
@@ -293,13 +295,13 @@ def test_a_round_without_a_client_changes_nothing(
     spoil(monkeypatch, METHODS[method], range(7), round=1)
     capsys.readouterr()
     assert run_here(tmp_path / "two", [*keys, "train.rounds=2", SKIP]) == FINISHED
-    assert said(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
+    assert printed_lines(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
     assert differing(tmp_path / "one", tmp_path / "two", "server", "clients", "personalised") == []
     last = metrics_of(tmp_path / "two")[-1]
     assert (last["diverged"], last["train_loss_mean"], last["accuracy_after_training"]) == ("7", "nan", "nan")
 
 
-def test_pretraining_ends_all_the_same(
+def test_pretraining_ends_although_a_client_diverges(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys = ["method.name=fedmn", "method.architecture=[2,1]", "method.pretrain_rounds=1", "train.rounds=2"]
@@ -316,7 +318,7 @@ def test_pretraining_ends_all_the_same(
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_others_of_a_group_keep_what_they_learnt(
+def test_other_clients_of_a_group_keep_their_training(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Clients that train as one computation share a group."""
@@ -330,7 +332,7 @@ def test_others_of_a_group_keep_what_they_learnt(
     assert np.isfinite(found).all()
 
 
-def test_a_number_whose_difference_to_another_overflows(
+def test_a_difference_that_overflows_counts_as_divergence(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """float32 holds it, but codecs may make nan of it."""
@@ -358,7 +360,7 @@ POISONED_RUNS = {"fedavg": ["comm.codec=topk"], "heurpfedla": ["method.server=sh
 def test_ranks_and_a_resume_give_the_same_bits(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
-    """Runs that one rank begins and three finish, with members of the cohort away from home."""
+    """Runs that one rank begins and three finish, with members of the cohort moved to other workers."""
     who = {0: (1,), 1: (2, 5), 2: (0, 1, 2, 3, 4, 5, 6), 3: (6, 1)}
     runs, few = {}, ["train.participation=0.6", "train.rounds=4", "run.eval_every=2", SKIP]
     for method, more in POISONED_RUNS.items():
@@ -377,7 +379,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
 # Parts
 
 
-def test_what_is_wrong_with_each_member() -> None:
+def test_divergence_is_described_for_each_client() -> None:
     place = make_place(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
     clients = ClientGroup(place, range(6), 0)
     theta = torch.ones(6, 5)
@@ -392,7 +394,7 @@ def test_what_is_wrong_with_each_member() -> None:
     assert diverged_members(clients, up, figures) == {1: "theta", 2: "its own", 3: "loss", 4: "loss, share"}
 
 
-def test_what_is_wrong_with_the_server() -> None:
+def test_divergence_of_the_server_is_described() -> None:
     ids, nothing = torch.arange(3), torch.empty(0, 4)
     assert not_finite({"theta": torch.ones(2, 3), "ids": ids, "nothing": nothing}) == ""
     large = torch.full((2, 3), torch.finfo(torch.float32).max)
@@ -401,7 +403,7 @@ def test_what_is_wrong_with_the_server() -> None:
     assert not_finite({"theta": large} | spoilt) == "a, b, c, 2 more"
 
 
-def test_a_table_says_which_cell(
+def test_a_table_names_the_diverged_cell(
     poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = dict(word.split("=", 1) for word in poisoned if not word.startswith("data."))
@@ -410,6 +412,6 @@ def test_a_table_says_which_cell(
     overrides = [word for word in poisoned if not word.startswith("method.")]
     options = ["--own-code", words["method.path"], "--quiet", "--out", str(tmp_path / "cells")]
     assert main(["table", str(path), *options, *overrides]) == DIVERGED
-    (line,) = [line for line in said(capsys) if "diverged" in line]
+    (line,) = [line for line in printed_lines(capsys) if "diverged" in line]
     assert line.startswith(f"hpcfl: error: {path}, row 1 (poisoned)")
-    assert TOLD in line
+    assert CAUSE in line

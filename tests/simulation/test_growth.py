@@ -1,4 +1,4 @@
-"""What a run keeps of each round: the rows of its ledger, and nothing else."""
+"""A run keeps of each round the rows of its ledger, and nothing else in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Counting(Progress):
             self.kept.append((tensors, len(objects), traced_bytes, len(os.listdir("/proc/self/fd"))))
 
 
-def test_rounds_leave_nothing_but_rows_of_the_ledger(digits: Path, tmp_path: Path) -> None:
+def test_memory_grows_only_by_the_rows_of_the_ledger(digits: Path, tmp_path: Path) -> None:
     """State on server and clients; evaluations and checkpoints in every round."""
     keys = [f"train.rounds={LAST + 1}", "train.participation=0.3", "run.checkpoint_every=1"]
     settings = [*tiny_settings(digits), *method_settings("heurpfedla"), *keys]

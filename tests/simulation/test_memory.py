@@ -1,4 +1,4 @@
-"""What a large federation needs of memory: the server a few cohorts of models, a worker its own samples."""
+"""Memory of a large federation: the server needs a few cohorts of models, a worker its own samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARAMETERS = 121_278
 IMAGES_PER_CLIENT = 4
 
 
-def test_fedavg_with_many_clients(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_memory_of_fedavg_stays_bounded_with_many_clients(mpirun: Mpirun, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     count = NUM_CLIENTS * IMAGES_PER_CLIENT
     x = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)

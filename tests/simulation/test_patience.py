@@ -27,7 +27,7 @@ from hpcfl.tables.accuracies import _figures
         ([0.5, 0.4, 0.3], None, False),
     ],
 )
-def test_a_run_ends_after_so_many_evaluations_without_a_better_one(
+def test_a_run_ends_after_the_given_number_of_evaluations_without_improvement(
     accuracies: list[float], patience: int | None, stops: bool
 ) -> None:
     assert is_over(7, 9, accuracies, patience) == stops
@@ -42,7 +42,7 @@ def keys(digits: Path) -> list[str]:
     return [*tiny_settings(digits), *of_run]
 
 
-def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
+def test_a_run_ended_by_patience_has_all_files_and_is_not_trained_again(
     keys: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, three, killed = (tmp_path / name for name in ("one", "three", "killed"))

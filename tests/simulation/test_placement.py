@@ -1,4 +1,4 @@
-"""Clients of a round on less busy workers than their own: how long workers wait, and that nothing is lost."""
+"""Clients of a round are moved to less busy workers: how long workers wait, and that no state is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def homes_of(clients: Sequence[int], num_clients: int, num_workers: int) -> list
     return world.homes(clients, num_clients)
 
 
-def test_worked_out() -> None:
+def test_placements_equal_those_by_hand() -> None:
     # 4, 3, 3, 2 on two workers are 6 and 6; at home they would be 10 and 2
     work, homes = [4, 3, 3, 2], [0, 0, 0, 1]
     workers = assign_workers(work, homes, 2)
@@ -48,7 +48,7 @@ def test_worked_out() -> None:
     assert idle_share(work, homes, 2) == pytest.approx(1 - 12 / 20)
 
 
-def test_nobody_leaves_home_for_nothing() -> None:
+def test_no_client_is_moved_without_a_gain() -> None:
     assert assign_workers([100, 100, 100, 100], [0, 0, 1, 1], 2) == (0, 0, 1, 1)
     # one sample more or less is not worth a visit
     assert assign_workers([100, 100, 101, 100], [0, 1, 0, 1], 2) == (0, 1, 0, 1)
@@ -57,7 +57,7 @@ def test_nobody_leaves_home_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_never_far_from_the_least_possible_time(seed: int) -> None:
+def test_a_placement_is_close_to_the_shortest_possible_time(seed: int) -> None:
     stream = numpy_stream(seed, "placement")
     num_workers = int(stream.integers(1, 9))
     work = stream.integers(1, 1000, int(stream.integers(1, 60))).tolist()
@@ -72,7 +72,7 @@ def test_never_far_from_the_least_possible_time(seed: int) -> None:
     ("num_workers", "num_clients", "cohort", "at_home", "placed"),
     [(2, 100, 10, 0.15, 0.005), (8, 100, 10, 0.58, 0.38), (64, 10_000, 1000, 0.37, 0.03)],
 )
-def test_idle_share_of_equal_clients(
+def test_the_idle_share_of_equal_clients_is_the_expected_one(
     num_workers: int, num_clients: int, cohort: int, at_home: float, placed: float
 ) -> None:
     """10 clients take 8 workers as long as 16 would, so that 1 - 10 / 16 = 0.375 is the least there is."""
@@ -88,7 +88,7 @@ def test_idle_share_of_equal_clients(
 
 
 @pytest.mark.mpi
-def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Communicator) -> None:
+def test_moved_clients_bring_samples_and_state_and_return_their_state(world: Communicator) -> None:
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local", "data.val_fraction=0.2"])
     experiment, alone = build(config, world), build(config, Communicator())
     # this rank has chosen to keep state on the CPU, wherever clients train
@@ -129,7 +129,7 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
 
 
 @pytest.mark.mpi
-def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
+def test_clients_moved_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
     world: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second worker has no memory for the state of its clients, and keeps that on the CPU."""
@@ -162,7 +162,7 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
 
 
 @pytest.mark.mpi
-def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: Communicator) -> None:
+def test_cohorts_are_balanced_unless_clients_must_stay_at_home(world: Communicator) -> None:
     keys = [*SMALL, "data.clients=12", "data.per_client=20", "train.participation=0.5", "method.name=local"]
 
     def placed(*more: str) -> tuple[Federation, list[Cohort]]:

@@ -1,7 +1,7 @@
-"""Processes that die, stop, are told to stop or run out of memory; and the bits after.
+"""Processes that die, hang, receive signals or run out of memory.
 
-Each fault says what the user reads and with which exit code the run ends; the same command then goes on, and
-ends with the bits of an undisturbed run.
+Each test checks the message and the exit code; the same command then resumes the run, which ends with the
+bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, refused, run_here, start_run, tiny_settings
+from inject_fault import Fault
 from processes import PATIENCE_S, Launch, Mpirun, kill_tree
-from strikes import Strike
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.simulation import stopping
@@ -34,11 +34,11 @@ COUNTS = {
     SERVER: {"gather": (8, 30), "write": (1, 90), "fsync": (1, 5), "rename": (1, 6), "csv": (2, 5)},
     WORKER: {"gather": (8, 30), "step": (4, 20)},
 }
-"""Points that a rank passes, and the first and last of their calls in a start at which it is struck: a round
-has 5 messages and a worker's 4 mini-batches, every second one a checkpoint of 34 datasets and 2 renames."""
+"""Points that a rank passes, and the first and last call at which a fault is injected: a round has
+5 messages and a worker's 4 mini-batches, every second one a checkpoint of 34 datasets and 2 renames."""
 
-IN_A_ROUND = Strike("kill", "step", 20)
-IN_A_CHECKPOINT = Strike("kill", "write", 50)
+IN_A_ROUND = Fault("kill", "step", 20)
+IN_A_CHECKPOINT = Fault("kill", "write", 50)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def settings(digits: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function from a number of rounds to the folder of the run that nothing disturbed."""
-    base = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function from a number of rounds to the folder of the uninterrupted run."""
+    base = tmp_path_factory.mktemp("uninterrupted")
 
     @cache
     def folder(rounds: int) -> Path:
@@ -66,16 +66,16 @@ def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-GoesOn = Callable[[int], None]
+Resume = Callable[[int], None]
 
 
 @pytest.fixture
-def goes_on(settings: list[str], undisturbed: Callable[[int], Path], tmp_path: Path) -> GoesOn:
-    """Return a function that takes the run of so many rounds to its end and compares it."""
+def resume(settings: list[str], uninterrupted: Callable[[int], Path], tmp_path: Path) -> Resume:
+    """Return a function that resumes the run to its last round and compares it with the uninterrupted run."""
 
     def check(rounds: int) -> None:
         assert run_here(tmp_path / "run", [*settings, f"train.rounds={rounds}"]) == FINISHED
-        assert not differing(undisturbed(rounds), tmp_path / "run")
+        assert not differing(uninterrupted(rounds), tmp_path / "run")
 
     return check
 
@@ -85,12 +85,12 @@ Launcher = Callable[..., AbstractContextManager[Launch]]
 
 @pytest.fixture
 def launch(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> Launcher:
-    """Return a context manager that starts a run, or goes on with it, on some ranks, and may strike it."""
+    """Return a context manager that starts or resumes a run on some ranks, with or without a fault."""
 
     @contextmanager
-    def started(ranks: int, rounds: int, strike: Strike | None = None, *keys: str) -> Iterator[Launch]:
+    def started(ranks: int, rounds: int, fault: Fault | None = None, *keys: str) -> Iterator[Launch]:
         folder = tmp_path / "run"
-        words = ["-m", "hpcfl.main"] if strike is None else replace(strike, above=os.getpid()).words()
+        words = ["-m", "hpcfl.main"] if fault is None else replace(fault, above=os.getpid()).words()
         words += ["--quiet", "--out", str(folder), *settings, f"train.rounds={rounds}", *keys]
         running = Launch([*mpirun_command, "-n", str(ranks), sys.executable, *words], folder)
         try:
@@ -113,55 +113,55 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4)
 
 @pytest.mark.warns
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_rank_killed_at_seven_moments(
-    settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
+def test_a_serial_run_resumes_after_kills_at_seven_moments(
+    settings: list[str], tmp_path: Path, resume: Resume, seed: int
 ) -> None:
     chance = random.Random(seed)
     folder, done = tmp_path / "run", 0
     points = [*COUNTS[SERVER].items(), *COUNTS[WORKER].items()]
     chance.shuffle(points)
     for point, (first, last) in points:
-        strike = Strike("kill", point, chance.randint(first, last), after=chance.random() < 0.5)
-        child = start_run(folder, [*settings, f"train.rounds={LONG_ROUNDS}"], strike.prepare)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, strike
+        fault = Fault("kill", point, chance.randint(first, last), after=chance.random() < 0.5)
+        child = start_run(folder, [*settings, f"train.rounds={LONG_ROUNDS}"], fault.inject)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, fault
         assert done <= (done := completed_rounds(folder)) < LONG_ROUNDS
     assert done > len(points) / 2
-    goes_on(LONG_ROUNDS)
+    resume(LONG_ROUNDS)
 
 
 @pytest.mark.warns
 @pytest.mark.parametrize("seed", SEEDS)
-def test_server_worker_and_mpirun_killed_at_four_moments(
-    launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int
+def test_a_run_resumes_after_server_worker_and_mpirun_are_killed(
+    launch: Launcher, tmp_path: Path, resume: Resume, seed: int
 ) -> None:
-    """With mpirun all ranks end within seconds, and give up the folder."""
+    """Once one of them is killed, all ranks end within seconds and release the lock of the folder."""
     chance = random.Random(seed)
     folder, done = tmp_path / "run", 0
     victims = [("kill", WORKER, 3), ("kill", SERVER, 2)]
     victims += [("kill_mpirun", WORKER, 2), ("kill_launchers", SERVER, 2)]
     chance.shuffle(victims)
-    for fault, role, ranks in victims:
+    for kind, role, ranks in victims:
         rank = 0 if role == SERVER else chance.randrange(1, ranks)
         point, (first, last) = chance.choice([*COUNTS[role].items()])
-        strike = Strike(fault, point, chance.randint(first, last), rank, chance.random() < 0.5)
-        with launch(ranks, LONG_ROUNDS, strike) as running:
-            said = running.end()
-            assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED), (strike, said)
+        fault = Fault(kind, point, chance.randint(first, last), rank, chance.random() < 0.5)
+        with launch(ranks, LONG_ROUNDS, fault) as running:
+            printed = running.end()
+            assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED), (fault, printed)
             assert running.is_gone()
-        assert "Traceback" not in said
+        assert "Traceback" not in printed
         assert done <= (done := completed_rounds(folder)) < LONG_ROUNDS
     assert done > len(victims) / 2
-    goes_on(LONG_ROUNDS)
+    resume(LONG_ROUNDS)
 
 
 # Signals
 
 
-def test_signals_a_second_start_and_fewer_ranks(
+def test_a_signal_stops_a_run_and_a_second_start_is_refused_meanwhile(
     settings: list[str],
     tmp_path: Path,
     launch: Launcher,
-    goes_on: GoesOn,
+    resume: Resume,
     mpirun_command: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -179,7 +179,7 @@ def test_signals_a_second_start_and_fewer_ranks(
             assert running.process.returncode == STOPPED
         before, done = done, completed_rounds(tmp_path / "run")
         assert before + 3 <= done < LONG_ROUNDS
-    goes_on(LONG_ROUNDS)
+    resume(LONG_ROUNDS)
 
 
 STOPPED_AT_ONCE = (
@@ -188,15 +188,15 @@ STOPPED_AT_ONCE = (
 )
 
 
-def test_a_second_signal_stops_at_once(
+def test_a_second_signal_stops_a_run_at_once(
     settings: list[str],
     tmp_path: Path,
-    goes_on: GoesOn,
+    resume: Resume,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """In the midst of a round and of a checkpoint; the first SIGTERM after a SLURM job's warning does not."""
-    folder, mark = tmp_path / "run", tmp_path / "struck"
+    """During a round and during a checkpoint; the first SIGTERM after a SLURM job's warning does not."""
+    folder, mark = tmp_path / "run", tmp_path / "mark"
     keys = [*settings, f"train.rounds={BRIEF_ROUNDS}"]
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.1)
     sent = [
@@ -205,11 +205,11 @@ def test_a_second_signal_stops_at_once(
         (IN_A_CHECKPOINT, {"SLURM_JOB_ID": "7"}, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
     ]
     for moment, environment, signals in sent:
-        strike = replace(moment, fault="stand", mark=str(mark))
+        fault = replace(moment, kind="sleep", mark=str(mark))
 
-        def prepare(strike: Strike = strike, environment: dict[str, str] = environment) -> None:
+        def prepare(fault: Fault = fault, environment: dict[str, str] = environment) -> None:
             os.environ.update(environment)
-            strike.prepare()
+            fault.inject()
 
         child = start_run(folder, keys, prepare)
         wait_for(mark)
@@ -224,34 +224,34 @@ def test_a_second_signal_stops_at_once(
         assert good(folder) == before
         assert not (folder / "checkpoint.tmp.h5").exists()
         mark.unlink()
-    goes_on(BRIEF_ROUNDS)
+    resume(BRIEF_ROUNDS)
 
 
 def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
-    launch: Launcher, tmp_path: Path, goes_on: GoesOn
+    launch: Launcher, tmp_path: Path, resume: Resume
 ) -> None:
-    folder, mark = tmp_path / "run", tmp_path / "struck"
-    strike = replace(IN_A_ROUND, fault="stand", rank=1, mark=str(mark))
-    with launch(2, BRIEF_ROUNDS, strike) as running:
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    fault = replace(IN_A_ROUND, kind="sleep", rank=1, mark=str(mark))
+    with launch(2, BRIEF_ROUNDS, fault) as running:
         running.wait_for(mark)
         before = good(folder)
         for _ in range(2):
-            # both MPIs pass this one on, as often as it comes
+            # both MPIs forward this signal every time
             running.process.send_signal(signal.SIGUSR1)
             time.sleep(1.2 * stopping.SAME_REQUEST_S)
-        said = running.end()
+        printed = running.end()
         assert running.process.returncode == 128 + signal.SIGUSR1
         assert running.is_gone()
-    told = {line for line in said.splitlines(keepends=True) if line.startswith("hpcfl: ")}
-    # Open MPI takes a while to end ranks, in which the next one may say the same
-    assert told == {STOPPED_AT_ONCE.format("SIGUSR1")}
-    assert "Traceback" not in said
+    lines = {line for line in printed.splitlines(keepends=True) if line.startswith("hpcfl: ")}
+    # Open MPI takes a while to end ranks, and meanwhile the next one may print the same line
+    assert lines == {STOPPED_AT_ONCE.format("SIGUSR1")}
+    assert "Traceback" not in printed
     assert good(folder) == before
-    goes_on(BRIEF_ROUNDS)
+    resume(BRIEF_ROUNDS)
 
 
 def good(folder: Path) -> dict[str, bytes]:
-    """Return the checkpoints that a run has put in place."""
+    """Return the bytes of the checkpoints of a run."""
     names = ("checkpoint.h5", "checkpoint.prev.h5")
     found = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
     assert found
@@ -270,12 +270,12 @@ def wait_for(mark: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "silent"), [(3, 2), (2, 0)])
 def test_a_rank_that_stops_answering_is_named(
-    launch: Launcher, tmp_path: Path, goes_on: GoesOn, ranks: int, silent: int
+    launch: Launcher, tmp_path: Path, resume: Resume, ranks: int, silent: int
 ) -> None:
-    """A job that is suspended as a whole, for longer than the timeout, goes on before."""
-    folder, mark = tmp_path / "run", tmp_path / "struck"
-    strike = Strike("stop", "gather", 100, silent, mark=str(mark))
-    with launch(ranks, LONG_ROUNDS, strike, f"run.timeout={TIMEOUT_S}") as running:
+    """Before, the whole job is suspended for longer than the timeout, and continues."""
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    fault = Fault("stop", "gather", 100, silent, mark=str(mark))
+    with launch(ranks, LONG_ROUNDS, fault, f"run.timeout={TIMEOUT_S}") as running:
         if silent:
             running.wait_for_rounds(2)
             suspended = running.pids()
@@ -285,51 +285,55 @@ def test_a_rank_that_stops_answering_is_named(
                 time.sleep(TIMEOUT_S + 1 if number == signal.SIGSTOP else 0)
         running.wait_for(mark)
         began_s = time.monotonic()
-        said = running.end()
+        printed = running.end()
         assert time.monotonic() - began_s < TIMEOUT_S + 20
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
         assert running.is_gone()
-    told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
+    lines = [line for line in printed.splitlines() if line.startswith("hpcfl: ")]
     place = f"rank {silent} on {socket.gethostname()}"
     opening = f"hpcfl: error: {place} has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
-    assert len(told) == 1
-    assert told[0].startswith(opening)
-    assert "Traceback" not in said
+    assert len(lines) == 1
+    assert lines[0].startswith(opening)
+    assert "Traceback" not in printed
     assert 2 <= completed_rounds(folder) < LONG_ROUNDS
-    goes_on(LONG_ROUNDS)
+    resume(LONG_ROUNDS)
 
 
 # Memory
 
 
-@pytest.mark.parametrize("fault", ["no_memory_for_torch", "no_memory_for_numpy"])
-def test_memory_that_ends_is_told(
-    settings: list[str], tmp_path: Path, goes_on: GoesOn, capfd: pytest.CaptureFixture[str], fault: str
+@pytest.mark.parametrize("kind", ["no_memory_for_torch", "no_memory_for_numpy"])
+def test_a_run_out_of_memory_reports_it(
+    settings: list[str], tmp_path: Path, resume: Resume, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     folder = tmp_path / "run"
-    strike = replace(IN_A_ROUND, fault=fault)
-    child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], strike.prepare)
+    fault = replace(IN_A_ROUND, kind=kind)
+    child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], fault.inject)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == OUT_OF_MEMORY
-    said = capfd.readouterr().err
-    assert said.startswith(f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks")
-    assert "a smaller train.batch_size" in said
-    assert said.count("\n") == 1
+    printed = capfd.readouterr().err
+    assert printed.startswith(
+        f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks"
+    )
+    assert "a smaller train.batch_size" in printed
+    assert printed.count("\n") == 1
     assert completed_rounds(folder) > 0
-    goes_on(BRIEF_ROUNDS)
+    resume(BRIEF_ROUNDS)
 
 
-def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes_on: GoesOn) -> None:
-    with launch(2, BRIEF_ROUNDS, Strike("no_memory_for_torch", "step", 20, rank=1)) as running:
-        said = running.end()
+def test_a_worker_out_of_memory_ends_all_ranks(launch: Launcher, tmp_path: Path, resume: Resume) -> None:
+    with launch(2, BRIEF_ROUNDS, Fault("no_memory_for_torch", "step", 20, rank=1)) as running:
+        printed = running.end()
         assert running.process.returncode == OUT_OF_MEMORY
         assert running.is_gone()
-    assert said.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
-    assert "Traceback" not in said
+    assert (
+        printed.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
+    )
+    assert "Traceback" not in printed
     assert completed_rounds(tmp_path / "run") > 0
-    goes_on(BRIEF_ROUNDS)
+    resume(BRIEF_ROUNDS)
 
 
-# A mistake of one rank
+# An error on one rank
 
 
 MISTAKEN = '''"""FedAvg with a mistake in a hook of one rank."""
@@ -355,7 +359,7 @@ Mistaken.HOOK = mistaken
 
 
 @pytest.mark.parametrize(("hook", "rank"), [("server_state", 0), ("train", 2)])
-def test_a_mistake_that_one_rank_alone_meets_ends_all(
+def test_an_error_on_one_rank_ends_all_ranks(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, hook: str, rank: int
 ) -> None:
     own = tmp_path / "mistaken.py"
@@ -365,5 +369,5 @@ def test_a_mistake_that_one_rank_alone_meets_ends_all(
     done = mpirun(3, "-m", "hpcfl.main", *words, timeout=60, check=False)
     assert done.returncode == BAD_INPUT, done.stderr
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("hpcfl: ")]
-    assert told == ["hpcfl: error: no client has its number"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hpcfl: ")]
+    assert lines == ["hpcfl: error: no client has its number"]

@@ -1,6 +1,6 @@
-"""A run that is stopped, killed or prolonged ends with the bits of an undisturbed one.
+"""A run that is stopped, killed or prolonged ends with the bits of an uninterrupted one.
 
-That every method goes on is a test of test_bits.py; damaged checkpoints are those of storage/test_faults.py.
+test_bits.py tests that every method is resumed; damaged checkpoints are those of storage/test_faults.py.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def settings(digits: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from a method to the folder of its run from the first round to the last."""
-    base = tmp_path_factory.mktemp("undisturbed")
+    base = tmp_path_factory.mktemp("uninterrupted")
 
     @cache
     def folder(method: str) -> Path:
@@ -72,10 +72,10 @@ def short(method: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
-def test_killed_and_then_stopped_or_prolonged(
-    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
+def test_a_run_killed_and_then_stopped_or_prolonged_has_the_same_bits(
+    uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
-    """It goes on from either boundary of its rounds.
+    """It resumes from either boundary of its rounds.
 
     SIGKILL comes while the last member of a cohort trains, after a checkpoint like those of stops. The last
     boundary is the end of a shorter run, where a method can be prolonged.
@@ -89,13 +89,13 @@ def test_killed_and_then_stopped_or_prolonged(
     assert code == (STOPPED if uses_rounds else FINISHED)
     assert completed_rounds(tmp_path / "run") == 2
     assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(undisturbed(method), tmp_path / "run")
+    assert not differing(uninterrupted(method), tmp_path / "run")
 
 
-def test_two_states_of_the_server_are_never_there_at_once(
+def test_two_copies_of_the_server_state_never_exist_at_once(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run begins with is looked at once more where it goes on; a machine may have room for one."""
+    """A resumed run checks the initial state again; a machine may have memory for one copy only."""
     initial, load = MethodAdapter.initial_server, LoadedCheckpoint.server.func
     made: list[weakref.ref[Tensor]] = []
     loads = []
@@ -142,18 +142,18 @@ def test_numbers_that_cannot_be_read_end_all_ranks(
     done = mpirun(2, "-c", READS_NO_NUMBERS, *words, check=False, timeout=60)
     assert done.returncode == BAD_INPUT
     # Open MPI's mpirun adds words of its own
-    told = done.stderr.splitlines()
-    assert told[:1] == ["hpcfl: error: the disk is gone"]
-    assert not [line for line in told[1:] if line.startswith(("hpcfl", "Traceback"))]
+    lines = done.stderr.splitlines()
+    assert lines[:1] == ["hpcfl: error: the disk is gone"]
+    assert not [line for line in lines[1:] if line.startswith(("hpcfl", "Traceback"))]
 
 
-def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
-    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path
+def test_a_run_prolonged_round_by_round_has_the_same_bits(
+    uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
     for rounds in range(1, ROUNDS + 1):
         keys = [*settings, *short("heurpfedla"), f"train.rounds={rounds}"]
         assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(undisturbed("heurpfedla"), tmp_path / "run")
+    assert not differing(uninterrupted("heurpfedla"), tmp_path / "run")
     assert f"resuming after round 2 of {ROUNDS}" in (tmp_path / "run" / "log.txt").read_text()
     assert load_config(tmp_path / "run" / "config.yaml", []).train.rounds == ROUNDS
 
@@ -173,12 +173,12 @@ def test_schedules_over_all_rounds_cannot_be_prolonged(
     assert "train.rounds" in refused(capfd, *keys, "train.rounds=2", "--out", tmp_path / "run")
 
 
-def test_killed_before_config_yaml_was_in_place(
-    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path
+def test_a_run_killed_before_config_yaml_was_written_is_resumed(
+    uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".lock").touch()
     (folder / "config.yaml.tmp").write_text("method:\n  na")
     assert run_here(folder, [*settings, *short("fedavg")]) == FINISHED
-    assert not differing(undisturbed("fedavg"), folder)
+    assert not differing(uninterrupted("fedavg"), folder)

@@ -78,7 +78,9 @@ CODED = ["comm.codec=int8", "comm.directions=up"]
 
 @pytest.mark.parametrize(("case", "more"), [("pfedla", []), ("heurpfedla", LOW_RANK), ("own", CODED)])
 @pytest.mark.usefixtures("double")
-def test_the_numbers_of_the_whole_server(settings: list[str], case: str, more: list[str]) -> None:
+def test_a_sharded_server_has_the_numbers_of_a_whole_one(
+    settings: list[str], case: str, more: list[str]
+) -> None:
     digits = ("method.", "data.source", "data.path", "data.layout")
     keys = [*(key for key in settings if not key.startswith(digits)), "data.per_client=null"]
     whole = Run(*keys, *CASES[case], *more)

@@ -69,10 +69,10 @@ def test_restore_brings_the_old_handlers_back() -> None:
 @pytest.mark.parametrize(
     ("end_in_s", "needed_s", "short"), [(100, 50, False), (100, 150, True), (-5, 0, True), (None, 1e9, False)]
 )
-def test_time_is_short_before_the_end_of_the_job(
+def test_a_stop_is_due_shortly_before_the_end_of_the_job(
     monkeypatch: pytest.MonkeyPatch, end_in_s: int | None, needed_s: float, short: bool
 ) -> None:
-    """What is no time counts as none."""
+    """An end that is not a time counts as none."""
     end = "Unknown" if end_in_s is None else str(int(time.time()) + end_in_s)
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     flag = StopFlag()

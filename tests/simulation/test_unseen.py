@@ -57,7 +57,7 @@ def by_hooks() -> list[str]:
 
 
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
-"""Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
+"""Methods whose unseen clients estimate their own running statistics with `train.buffers=local`."""
 OTHER_BUFFERS = ["pfedla-mixed", "heurpfedla-mixed", "lg_fedavg-average"]
 ROUNDS = 2
 
@@ -114,7 +114,7 @@ def of_training(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", by_hooks())
-def test_training_is_that_of_a_federation_without_them(
+def test_training_equals_that_without_unseen_clients(
     serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     expected = of_training(serial(case))
@@ -128,7 +128,7 @@ def test_training_is_that_of_a_federation_without_them(
 @pytest.mark.parametrize(
     "case", [*by_hooks(), *VARIANTS, *OTHER_BUFFERS, *(f"{method}-local" for method in LOCAL_BUFFERS)]
 )
-def test_the_checkpoint_holds_the_models_that_were_scored(
+def test_the_checkpoint_contains_the_scored_models_of_unseen_clients(
     serial: Folders, settings: list[str], case: str
 ) -> None:
     place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen
@@ -140,7 +140,7 @@ def test_the_checkpoint_holds_the_models_that_were_scored(
 
 
 @pytest.mark.parametrize("case", [*VARIANTS, *OTHER_BUFFERS, "fedem", "fedmn", "pfedmb", "local"])
-def test_their_models_predict_as_they_were_scored(serial: Folders, case: str) -> None:
+def test_models_of_unseen_clients_predict_with_the_scored_accuracy(serial: Folders, case: str) -> None:
     run = load_run(serial(case))
     arrays, parts = load_data(run.config)
     for client, part in enumerate(parts):
@@ -152,7 +152,7 @@ def test_their_models_predict_as_they_were_scored(serial: Folders, case: str) ->
         run.model(SEEN + UNSEEN)
 
 
-def test_their_models_are_exported(serial: Folders, tmp_path: Path) -> None:
+def test_models_of_unseen_clients_are_exported(serial: Folders, tmp_path: Path) -> None:
     run = load_run(serial("fedavg"))
     several = (SEEN - 1, SEEN, SEEN + 1)
     for client in several:
@@ -179,7 +179,7 @@ def test_runs_are_compared_on_the_clients_in_training(serial: Folders) -> None:
 
 
 @pytest.mark.parametrize("case", [f"{method}-local" for method in LOCAL_BUFFERS])
-def test_new_clients_find_running_statistics_of_their_own(serial: Folders, case: str) -> None:
+def test_unseen_clients_estimate_their_own_running_statistics(serial: Folders, case: str) -> None:
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         buffers = file["unseen/buffers"][()]
     assert not np.array_equal(*buffers)
@@ -187,7 +187,7 @@ def test_new_clients_find_running_statistics_of_their_own(serial: Folders, case:
     assert not np.isin(buffers, (0.0, 1.0)).all()
 
 
-def test_files_tell_them_apart(serial: Folders) -> None:
+def test_files_distinguish_unseen_clients(serial: Folders) -> None:
     metrics, clients = (read_columns(serial("fedavg") / name) for name in ("metrics.csv", "clients.csv"))
     assert list(metrics) == [*METRICS, *UNSEEN_METRICS]
     assert clients["unseen"].tolist() == [0] * SEEN + [1] * UNSEEN
@@ -206,27 +206,27 @@ def test_files_tell_them_apart(serial: Folders) -> None:
 
 
 @pytest.mark.parametrize(("share", "unseen"), [(0.0, 0), (0.01, 1), (0.24, 2), (0.25, 3), (0.99, 9)])
-def test_how_many_of_ten_they_are(share: float, unseen: int) -> None:
+def test_the_number_of_unseen_clients_follows_from_their_share(share: float, unseen: int) -> None:
     assert load_config(None, [f"data.unseen_clients={share}"]).data.num_unseen(10) == unseen
 
 
-def test_they_are_drawn_by_the_data_s_seed_and_come_last(settings: list[str]) -> None:
-    def dealt(*keys: str) -> list[list[int]]:
+def test_unseen_clients_are_drawn_with_the_data_seed_and_come_last(settings: list[str]) -> None:
+    def partition(*keys: str) -> list[list[int]]:
         return [part.train.tolist() for part in load_data(load_config(None, [*settings, *keys]))[1]]
 
     def order(*keys: str) -> list[int]:
-        everyone = dealt("data.unseen_clients=0", *keys)
-        return [everyone.index(part) for part in dealt(*keys)]
+        everyone = partition("data.unseen_clients=0", *keys)
+        return [everyone.index(part) for part in partition(*keys)]
 
     found = order()
     assert sorted(found) == list(range(SEEN + UNSEEN))
     assert found[:SEEN] == sorted(found[:SEEN])
     assert found[SEEN:] == sorted(found[SEEN:])
-    assert dealt("run.seed=9", "method.name=local") == dealt()
+    assert partition("run.seed=9", "method.name=local") == partition()
     assert len({tuple(order(f"data.seed={seed}")[SEEN:]) for seed in range(3)}) > 1
 
 
-def test_without_them_nothing_is_new() -> None:
+def test_without_unseen_clients_the_configuration_does_not_change() -> None:
     config = load_config(None, [])
     for nothing in ("0", "null"):
         asked = load_config(None, [f"data.unseen_clients={nothing}", "train.unseen_epochs=null"])
@@ -249,7 +249,7 @@ class LooksThemUp(FedAvg):
         return Message(per_client={"theta": server["theta"][list(cohort.clients)]})
 
 
-def test_a_method_that_looks_them_up_is_told_before_the_first_round(
+def test_a_method_that_reads_rows_of_unseen_clients_is_refused_before_the_first_round(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "looks_them_up", LooksThemUp)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.soak
 CLIENTS, ROUNDS, EVAL_EVERY, CHECKPOINT_EVERY = 100, 2500, 10, 25
 PREEMPTIONS = 20
 RANKS = (3, 1, 5, 2)
-"""Of the starts of the pre-empted run, in turn; the undisturbed one has the first number."""
+"""Of the starts of the pre-empted run, in turn; the uninterrupted one has the first number."""
 PATIENCE_S = 900
 LOOK_EVERY_S = 0.1
 WINDOW = 500
@@ -68,7 +68,7 @@ class Look:
     round: int
     rank: int
     rss_mib: float
-    """All memory, pages of libraries included, which the kernel takes away where memory is short."""
+    """All memory, pages of libraries included, which the kernel frees if memory is short."""
     anonymous_mib: float
     """Memory without a file behind it: what the process has allocated."""
     highest_rss_mib: float
@@ -78,7 +78,7 @@ class Look:
 
 
 class Launch:
-    """A start of a run under mpirun, and what was seen of its ranks while it went on."""
+    """A start of a run under mpirun, and what was observed of its ranks meanwhile."""
 
     def __init__(self, command: Sequence[str], ranks: int, folder: Path) -> None:
         self.num_ranks, self._metrics = ranks, folder / "metrics.csv"
@@ -115,10 +115,10 @@ class Launch:
     def done(self) -> int:
         """Return the round of the newest evaluation, 0 before one is known."""
         newest = whole_lines(self._metrics, 1000)[-1:]
-        told = newest[0].partition(",")[0] if newest else ""
-        return int(told) if told.isdecimal() else 0
+        number = newest[0].partition(",")[0] if newest else ""
+        return int(number) if number.isdecimal() else 0
 
-    def go_on(self, until: Callable[[], bool] = lambda: False) -> None:
+    def observe(self, until: Callable[[], bool] = lambda: False) -> None:
         """Look at the ranks until something holds or mpirun ends."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self.mpirun.poll() is None and not until():
@@ -132,7 +132,7 @@ class Launch:
 
     def end(self) -> int:
         """Wait for the end of all, and return mpirun's exit code; ranks that outlive it are killed."""
-        self.go_on()
+        self.observe()
         _, alive = psutil.wait_procs(self._ranks.values(), timeout=20)
         for process in alive:
             process.kill()
@@ -158,7 +158,7 @@ def _look(done: int, rank: int, process: psutil.Process) -> Look:
 
 @dataclass(frozen=True)
 class LongRun:
-    """The undisturbed run."""
+    """The uninterrupted run."""
 
     folder: Path
     looks: list[Look]
@@ -195,7 +195,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(base: Path, mpirun_command: list[str]) -> Start:
-    """Return a context manager that starts the run in a folder of a name, or goes on with it."""
+    """Return a context manager that starts or resumes the run in a folder of a name."""
     write_digits(base / "digits.npz")
     python = [sys.executable, "-m", "hpcfl.main", "--quiet", *SETTINGS, f"data.path={base / 'digits.npz'}"]
 
@@ -212,30 +212,30 @@ def start(base: Path, mpirun_command: list[str]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: Path, start: Start) -> LongRun:
+def uninterrupted(base: Path, start: Start) -> LongRun:
     """Run from the first round to the last."""
-    with start(RANKS[0], "undisturbed") as launch:
+    with start(RANKS[0], "uninterrupted") as launch:
         assert launch.end() == FINISHED, launch.printed()
-    return LongRun(base / "undisturbed", launch.looks)
+    return LongRun(base / "uninterrupted", launch.looks)
 
 
 def keep(name: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write what was measured where HPCFL_SOAK_RESULTS says."""
+    """Write what was measured to the folder HPCFL_SOAK_RESULTS."""
     folder = os.environ.get("HPCFL_SOAK_RESULTS")
     if folder:
         write_csv(REPOSITORY / folder / f"{name}.csv", rows)
 
 
-def test_memory_open_files_and_times_do_not_grow(undisturbed: LongRun) -> None:
+def test_memory_open_files_and_times_do_not_grow(uninterrupted: LongRun) -> None:
     """Medians of the last third of the rounds against those of the first.
 
     Rank 0 has the ledger, some 2.5 MB at the end. What else the machine does shows less in seconds of
     computing than in those that pass, of which evaluations and checkpoints are measured in rounds.
     """
-    keep("long_run", list(windows(undisturbed)))
+    keep("long_run", list(windows(uninterrupted)))
     thirds = ((0, ROUNDS // 3), (ROUNDS - ROUNDS // 3, ROUNDS))
     for rank in range(RANKS[0]):
-        first, last = (undisturbed.of(rank, *third) for third in thirds)
+        first, last = (uninterrupted.of(rank, *third) for third in thirds)
         mib = [float(np.median([look.anonymous_mib for look in looks])) for looks in (first, last)]
         assert mib[1] - mib[0] < (5 if rank == 0 else 1)
         assert last[-1].highest_rss_mib - first[-1].highest_rss_mib < (5 if rank == 0 else 1)
@@ -244,7 +244,7 @@ def test_memory_open_files_and_times_do_not_grow(undisturbed: LongRun) -> None:
     for name in ("evaluation", "checkpoint"):
         in_rounds = [
             float(np.median(times[name]) / np.median(times["round"]))
-            for times in (undisturbed.times(*third) for third in thirds)
+            for times in (uninterrupted.times(*third) for third in thirds)
         ]
         assert in_rounds[1] < 1.6 * in_rounds[0]
 
@@ -272,10 +272,10 @@ def cpu_ms(looks: Sequence[Look]) -> float:
     return 1000 * (looks[-1].cpu_s - looks[0].cpu_s) / max(1, looks[-1].round - looks[0].round)
 
 
-def test_sizes_of_files_follow_from_rounds_and_clients(undisturbed: LongRun) -> None:
+def test_sizes_of_files_follow_from_rounds_and_clients(uninterrupted: LongRun) -> None:
     evaluations = ROUNDS // EVAL_EVERY
-    size = {path.name: path.stat().st_size for path in undisturbed.folder.iterdir()}
-    with h5py.File(undisturbed.folder / "checkpoint.h5", locking=False) as file:
+    size = {path.name: path.stat().st_size for path in uninterrupted.folder.iterdir()}
+    with h5py.File(uninterrupted.folder / "checkpoint.h5", locking=False) as file:
         history = sum(data.nbytes for data in file["history"].values())
         ledger = sum(data.nbytes for data in file["ledger"].values())
         labels = (file["ledger/bytes"].shape[1] - 1) // 2
@@ -332,10 +332,10 @@ def preemptions(chance: random.Random) -> list[Preemption]:
 def preempt(launch: Launch, preemption: Preemption, chance: random.Random) -> int:
     """Do it, and return mpirun's exit code."""
     if preemption.kind == AS_IT_STARTS:
-        launch.go_on(lambda: len(launch.ranks()) == launch.num_ranks)
+        launch.observe(lambda: len(launch.ranks()) == launch.num_ranks)
         time.sleep(10 * preemption.pause_s)
     else:
-        launch.go_on(lambda: launch.done() >= preemption.round)
+        launch.observe(lambda: launch.done() >= preemption.round)
         time.sleep(preemption.pause_s)
     assert launch.mpirun.poll() is None, launch.printed()
     is_openmpi = "--oversubscribe" in launch.mpirun.cmdline()
@@ -351,8 +351,8 @@ def preempt(launch: Launch, preemption: Preemption, chance: random.Random) -> in
     return launch.end()
 
 
-def test_preempted_20_times_on_changing_numbers_of_ranks(
-    undisturbed: LongRun, base: Path, start: Start
+def test_a_run_preempted_20_times_on_changing_numbers_of_ranks_has_the_same_bits(
+    uninterrupted: LongRun, base: Path, start: Start
 ) -> None:
     chance = random.Random(0)
     saved, rows = 0, []
@@ -373,19 +373,19 @@ def test_preempted_20_times_on_changing_numbers_of_ranks(
     with start(RANKS[1], "preempted") as launch:
         assert launch.end() == FINISHED, launch.printed()
     keep("long_run_preemptions", rows)
-    assert not differing(undisturbed.folder, base / "preempted")
+    assert not differing(uninterrupted.folder, base / "preempted")
 
 
 # What reads such a run
 
 
-def test_watch_report_and_table_of_a_long_run(
-    undisturbed: LongRun, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_watch_report_and_table_show_a_long_run(
+    uninterrupted: LongRun, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.process_time()
-    assert main(["watch", str(undisturbed.folder), "--once"]) == FINISHED
+    assert main(["watch", str(uninterrupted.folder), "--once"]) == FINISHED
     assert f"{ROUNDS}/{ROUNDS}" in capsys.readouterr().out
-    assert main(["report", str(undisturbed.folder), "--out", str(tmp_path / "page.html")]) == FINISHED
+    assert main(["report", str(uninterrupted.folder), "--out", str(tmp_path / "page.html")]) == FINISHED
     assert (tmp_path / "page.html").stat().st_size < 500_000
     tree = load_config(None, [*SETTINGS, f"data.path={base / 'digits.npz'}"]).tree()
     del tree["run"]["seed"]
@@ -393,8 +393,8 @@ def test_watch_report_and_table_of_a_long_run(
     table = {"title": "a long run", "seeds": [0], "settings": tree, "rows": [{"method": method}]}
     (tmp_path / "table.yaml").write_text(yaml.safe_dump(table))
     (cell,) = Table(tmp_path / "table.yaml", [], tmp_path / "table").cells
-    shutil.copytree(undisturbed.folder, cell.folder)
+    shutil.copytree(uninterrupted.folder, cell.folder)
     assert main(["table", str(tmp_path / "table.yaml"), "--out", str(tmp_path / "table")]) == FINISHED
-    accuracy = load_run(undisturbed.folder).metrics["accuracy_mean"][-1]
+    accuracy = load_run(uninterrupted.folder).metrics["accuracy_mean"][-1]
     assert f"{100 * accuracy:.1f}" in capsys.readouterr().out
     assert time.process_time() - began_s < 15

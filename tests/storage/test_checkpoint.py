@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, and no damage to a file goes unnoticed."""
+"""Checkpoints are read back bit for bit, and every damage to a file is detected."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path)
 
 
-def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointStore) -> None:
+def test_every_bit_of_a_checkpoint_is_read_back(tmp_path: Path, store: CheckpointStore) -> None:
     torch.manual_seed(0)
     server = {f"{dtype}".removeprefix("torch."): numbers(dtype, 3, 5) for dtype in DTYPES}
     server |= {"empty": torch.zeros(0, 3), "a strided view": torch.arange(12).view(3, 4).T}
@@ -240,7 +240,7 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
     assert list(load(tmp_path).server) == ["theta"]
 
 
-def test_the_same_state_gives_the_same_file_with_the_hash_of_what_follows(
+def test_the_same_state_gives_the_same_file_which_begins_with_its_hash(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
     store.save(snapshot_of(1))
@@ -251,7 +251,7 @@ def test_the_same_state_gives_the_same_file_with_the_hash_of_what_follows(
     assert written == (tmp_path / "checkpoint.h5").read_bytes()
 
 
-def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: CheckpointStore) -> None:
+def test_blocks_may_have_any_order_and_any_names(tmp_path: Path, store: CheckpointStore) -> None:
     tensors = {"x": torch.arange(14.0).view(7, 2), "flag": torch.arange(7) % 2 == 0}
     rows = rows_of(tensors)
     blocks = [
@@ -271,7 +271,7 @@ def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: Che
         assert file["personalised/buffers"][()].tolist() == personalised["buffers"].tolist()
 
 
-def test_a_method_without_client_state_has_its_blocks_used_up(tmp_path: Path, store: CheckpointStore) -> None:
+def test_blocks_of_a_method_without_client_state_are_consumed(tmp_path: Path, store: CheckpointStore) -> None:
     blocks = blocks_of({}, range(4), range(4, 7))
     store.save(replace(snapshot_of(1), clients=Rows({}, blocks)))
     assert list(blocks) == []
@@ -313,7 +313,7 @@ ROWS = rows_of({"x": FLOATS})
         ({"clients": replace(ROWS, blocks=blocks_of({"x": FLOATS[:, :1]}, [0]))}, r"\(1, 1\)"),
     ],
 )
-def test_a_wrong_snapshot_is_refused_and_leaves_the_old_checkpoint(
+def test_a_wrong_snapshot_is_refused_and_the_old_checkpoint_is_kept(
     tmp_path: Path, store: CheckpointStore, changes: dict[str, object], message: str
 ) -> None:
     store.save(snapshot_of(1))
@@ -323,7 +323,9 @@ def test_a_wrong_snapshot_is_refused_and_leaves_the_old_checkpoint(
     assert rounds_in(load(tmp_path)) == {1}
 
 
-def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: CheckpointStore) -> None:
+def test_the_newest_and_previous_checkpoint_are_of_the_last_two_rounds(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     (tmp_path / "checkpoint.tmp.h5").write_bytes(b"left by a killed run")
     assert store.load() is None
     for round_ in (1, 2, 3):
@@ -343,7 +345,7 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
 
 
-def test_every_truncation_extension_and_flipped_bit_is_noticed(
+def test_every_truncation_extension_and_flipped_bit_is_detected(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
     store.save(snapshot_of(1))
@@ -359,7 +361,7 @@ def test_every_truncation_extension_and_flipped_bit_is_noticed(
 
 
 @pytest.mark.parametrize(("harm", "word"), [(damage, "damaged"), (Path.unlink, "missing")])
-def test_the_previous_checkpoint_takes_over_with_a_warning(
+def test_the_previous_checkpoint_is_used_with_a_warning(
     tmp_path: Path,
     store: CheckpointStore,
     harm: Callable[[Path], None],
@@ -384,7 +386,9 @@ def test_the_previous_checkpoint_takes_over_with_a_warning(
     assert rounds_in(load(tmp_path)) == {3}
 
 
-def test_two_damaged_checkpoints_name_the_way_out(tmp_path: Path, store: CheckpointStore) -> None:
+def test_the_error_on_two_damaged_checkpoints_names_what_to_do(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
     store.save(snapshot_of(1))
     store.save(snapshot_of(2))
     damage(tmp_path / "checkpoint.h5")
@@ -420,7 +424,7 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
     assert all(words in message for words in (f"up to {SCHEMA}", "upgrade hpcfl", "--fresh"))
 
 
-def test_what_a_bad_disk_changes_is_not_taken(
+def test_bytes_that_a_bad_disk_changes_are_not_accepted(
     tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte of what was written is another before it is read back."""
@@ -438,7 +442,7 @@ def test_what_a_bad_disk_changes_is_not_taken(
 
 
 def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
-    """Go on for a round; die just before the n-th time that a file is opened, renamed or removed."""
+    """Run one more round; die just before the n-th time that a file is opened, renamed or removed."""
     store = CheckpointStore(folder)
     loaded = store.load()
     assert loaded is not None
@@ -456,7 +460,7 @@ def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
 
 
 @pytest.mark.warns
-def test_a_run_killed_at_any_step_leaves_a_complete_state(tmp_path: Path, store: CheckpointStore) -> None:
+def test_a_kill_at_any_step_leaves_a_complete_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     for step in itertools.count(1):
         saving = forked(functools.partial(save_and_die_at, tmp_path, step))

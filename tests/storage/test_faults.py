@@ -1,6 +1,7 @@
 """Disks that are full or fail, folders that vanish, files that are cut or come from elsewhere.
 
-Each test tells what a user reads, what is kept, and that the same command goes on to undisturbed bits.
+Each test checks the message, what is kept, and that the same command resumes the run, which ends with the
+bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.snapshot import Snapshot
 
 Capture = pytest.CaptureFixture[str]
-GoesOn = Callable[[Path], None]
+Resume = Callable[[Path], None]
 ROUNDS = 4
 METHOD = METHODS["heurpfedla"]
 """With state on the server and on clients."""
@@ -56,8 +57,8 @@ def settings(digits: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert run_here(folder, settings) == FINISHED
     return folder
 
@@ -77,20 +78,20 @@ def copied(unfinished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def goes_on(settings: list[str], undisturbed: Path) -> GoesOn:
-    """Return a function that takes the run of a folder to its end, with the bits of an undisturbed one."""
+def resume(settings: list[str], uninterrupted: Path) -> Resume:
+    """Return a function that resumes the run of a folder, and checks its bits at the end."""
 
     def check(folder: Path) -> None:
         assert run_here(folder, settings) == FINISHED
-        assert not differing(undisturbed, folder)
+        assert not differing(uninterrupted, folder)
 
     return check
 
 
 @pytest.fixture
-def small_disk(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+def small_disk(uninterrupted: Path, tmp_path: Path) -> Iterator[Path]:
     """Return a disk with room for two checkpoints of three; skip the test where that is not allowed."""
-    size = int(2.5 * (undisturbed / "checkpoint.prev.h5").stat().st_size)
+    size = int(2.5 * (uninterrupted / "checkpoint.prev.h5").stat().st_size)
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
@@ -162,8 +163,8 @@ def the_error(capfd: Capture) -> str:
 # Full disks, and disks that fail
 
 
-def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
-    settings: list[str], goes_on: GoesOn, small_disk: Path, mpirun: Mpirun
+def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
+    settings: list[str], resume: Resume, small_disk: Path, mpirun: Mpirun
 ) -> None:
     folder = small_disk / "run"
     ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False, anew=True)
@@ -176,11 +177,11 @@ def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
     assert "Traceback" not in ended.stderr
     assert_checkpoints_of_two_rounds(folder)
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
-    goes_on(folder)
+    resume(folder)
 
 
-def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
-    settings: list[str], goes_on: GoesOn, unfinished: Path, small_disk: Path, capfd: Capture
+def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
+    settings: list[str], resume: Resume, unfinished: Path, small_disk: Path, capfd: Capture
 ) -> None:
     folder = small_disk / "run"
     folder.mkdir()
@@ -189,11 +190,11 @@ def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
     # twice: what the first attempt held is free again
     for _ in range(2):
         assert run_here(folder, settings) == STORAGE_ERROR
-        said = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
-        assert the_error(capfd).endswith(said)
+        expected = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
+        assert the_error(capfd).endswith(expected)
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
-    goes_on(folder)
+    resume(folder)
 
 
 def make_read_only(folder: Path) -> None:
@@ -211,7 +212,7 @@ def let_the_disk_fail(_: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "expected"),
     [
         (lambda _: limit_files(500_000), f"{NOT_WRITTEN}: File too large; {OF_ROUND_2}; {FREE} and"),
         (make_read_only, f"{NOT_WRITTEN}: Permission denied; {OF_ROUND_2}; {WRITABLE} and"),
@@ -223,25 +224,25 @@ def let_the_disk_fail(_: Path) -> None:
     ],
     ids=["quota", "read-only", "disk", "lock"],
 )
-def test_a_fault_at_a_checkpoint(
+def test_a_fault_at_a_checkpoint_ends_the_run(
     settings: list[str],
-    goes_on: GoesOn,
+    resume: Resume,
     tmp_path: Path,
     capfd: Capture,
     act: Callable[[Path], object],
-    said: str,
+    expected: str,
 ) -> None:
-    """Where the lock is gone, another run may have come meanwhile."""
+    """If the lock is gone, another run may have started meanwhile."""
     folder = tmp_path / "run"
     assert run_disturbed(folder, settings, lambda: act(folder)) == STORAGE_ERROR
-    assert the_error(capfd) == f"hpcfl: error: {said.format(folder)} {AGAIN}"
+    assert the_error(capfd) == f"hpcfl: error: {expected.format(folder)} {AGAIN}"
     assert_checkpoints_of_two_rounds(folder)
     folder.chmod(0o755)
-    goes_on(folder)
+    resume(folder)
 
 
-def test_a_quota_in_the_middle_of_a_line(
-    settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture
+def test_a_quota_in_the_middle_of_a_line_ends_the_run(
+    settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture
 ) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.csv"
@@ -253,11 +254,11 @@ def test_a_quota_in_the_middle_of_a_line(
     )
     *whole, half = metrics.read_text().split("\n")
     assert (len(whole), len(half)) == (3, 40)
-    goes_on(folder)
+    resume(folder)
 
 
-def test_what_no_number_hangs_on_is_given_up_with_a_warning(
-    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: Capture
+def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
+    settings: list[str], uninterrupted: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     """The log, TensorBoard's events and the report."""
     folder = tmp_path / "run"
@@ -286,17 +287,17 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
         "without"
     )
     assert report.startswith("hpcfl: warning: no report: ")
-    assert not differing(undisturbed, folder)
+    assert not differing(uninterrupted, folder)
 
 
 # Folders that are gone
 
 
 @pytest.mark.parametrize("then", ["moved", "replaced", "deleted"])
-def test_a_folder_that_is_gone(
-    settings: list[str], goes_on: GoesOn, tmp_path: Path, capfd: Capture, then: str
+def test_a_folder_that_is_moved_or_deleted_ends_the_run(
+    settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture, then: str
 ) -> None:
-    """One that is moved keeps what it has, and whatever stands in its place is left alone."""
+    """One that is moved keeps what it has, and what replaces it is not changed."""
     folder, moved = tmp_path / "run", tmp_path / "moved"
 
     def disturb() -> None:
@@ -318,15 +319,17 @@ def test_a_folder_that_is_gone(
         assert (folder / ".lock").read_text() == LOCK
     else:
         assert not folder.exists()
-    goes_on(moved)
+    resume(moved)
 
 
 # Two runs in one folder
 
 
-def test_a_lock_of_a_dead_job_on_another_node(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
+def test_a_lock_of_a_dead_job_on_another_node_is_taken_over_with_a_warning(
+    resume: Resume, copied: Path, capfd: Capture
+) -> None:
     (copied / ".lock").write_text(LOCK)
-    goes_on(copied)
+    resume(copied)
     assert capfd.readouterr().err == (
         f"hpcfl: warning: {copied} was locked by {FOREIGN}. This machine cannot see whether it still runs "
         "(see squeue, or ps on that machine), so this run takes over; if it does run, it will stop soon, "
@@ -338,7 +341,7 @@ def test_a_lock_of_a_dead_job_on_another_node(goes_on: GoesOn, copied: Path, cap
 def test_a_run_whose_folder_another_has_taken_over_ends(
     settings: list[str], tmp_path: Path, capfd: Capture
 ) -> None:
-    """It was taken for dead, as of a node that did not answer for a while."""
+    """The other run took it for dead, because its node did not answer for a while."""
     folder = tmp_path / "run"
     disturb = functools.partial((folder / ".lock").write_text, LOCK)
     assert run_disturbed(folder, settings, disturb) == STORAGE_ERROR
@@ -351,7 +354,7 @@ def test_a_run_whose_folder_another_has_taken_over_ends(
     assert len((folder / "metrics.csv").read_text().splitlines()) == 3
 
 
-def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
+def test_a_checkpoint_is_not_written_to_a_folder_that_another_run_takes_over(
     settings: list[str], tmp_path: Path, capfd: Capture
 ) -> None:
     """The other run's checkpoints stay, and the one that it may be writing."""
@@ -376,10 +379,10 @@ def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
 # Clocks, and places for passing files
 
 
-def test_clocks_and_times_of_files_that_jump(
-    settings: list[str], undisturbed: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+def test_jumps_of_clocks_and_file_times_change_nothing(
+    settings: list[str], uninterrupted: Path, copied: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node's clock is set forward and back by days while a run goes on; files are from other clocks."""
+    """A node's clock is set forward and back by days during a run; files have times of other clocks."""
     true_time, day_s = time.time, 86_400
     jumps = iter(range(1_000_000))
     for number, path in enumerate(sorted(copied.iterdir())):
@@ -393,11 +396,11 @@ def test_clocks_and_times_of_files_that_jump(
     wall_s = [float(row["wall_s"]) for row in read_csv(copied / "metrics.csv")]
     assert wall_s == sorted(wall_s)
     assert wall_s[-1] < 1000
-    assert not differing(undisturbed, copied)
+    assert not differing(uninterrupted, copied)
 
 
-def test_no_place_for_passing_files(
-    settings: list[str], undisturbed: Path, tmp_path: Path, mpirun_command: list[str]
+def test_a_full_or_missing_tmp_changes_nothing(
+    settings: list[str], uninterrupted: Path, tmp_path: Path, mpirun_command: list[str]
 ) -> None:
     """TMPDIR does not exist, and /tmp, /var/tmp and the working folder take no file.
 
@@ -420,39 +423,39 @@ def test_no_place_for_passing_files(
     if "unshare failed" in ended.stderr or ended.returncode == 99:
         pytest.skip("/tmp cannot be hidden here")
     assert (ended.returncode, ended.stderr) == (FINISHED, "")
-    assert not differing(undisturbed, tmp_path / "run")
+    assert not differing(uninterrupted, tmp_path / "run")
 
 
 # Cut and damaged files
 
 
 @pytest.mark.parametrize("kept", [0.4, 0.9])
-def test_all_files_but_the_older_checkpoint_are_cut(
-    settings: list[str], goes_on: GoesOn, copied: Path, capfd: Capture, kept: float
+def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
+    settings: list[str], resume: Resume, copied: Path, capfd: Capture, kept: float
 ) -> None:
     shutil.copy(copied / "config.yaml", copied / "config.yaml.tmp")
     for path in copied.iterdir():
         if path.name != "checkpoint.prev.h5":
             os.truncate(path, int(kept * path.stat().st_size))
-    goes_on(copied)
-    told = capfd.readouterr().err
+    resume(copied)
+    printed = capfd.readouterr().err
     newest, previous = (copied / name for name in CHECKPOINTS)
-    assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
-    assert f"; taking {previous}, round 1\n" in told
+    assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in printed
+    assert f"; taking {previous}, round 1\n" in printed
     # what is cut off at the end of config.yaml are ranks
-    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
-    assert (is_told in told) == (kept < 0.9)
+    rewritten = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
+    assert (rewritten in printed) == (kept < 0.9)
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
 
-def test_a_folder_without_config_yaml_is_resumed(goes_on: GoesOn, copied: Path, capfd: Capture) -> None:
+def test_a_folder_without_config_yaml_is_resumed(resume: Resume, copied: Path, capfd: Capture) -> None:
     (copied / "config.yaml").unlink()
-    goes_on(copied)
-    told = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and is written again\n"
-    assert told in capfd.readouterr().err
+    resume(copied)
+    expected = f"hpcfl: warning: {copied / 'config.yaml'} is missing, and is written again\n"
+    assert expected in capfd.readouterr().err
 
 
-def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
+def test_a_truncated_config_yaml_is_read_or_rewritten(settings: list[str], copied: Path) -> None:
     whole = (copied / "config.yaml").read_bytes()
     config = load_config(None, settings)
     for length in range(0, len(whole), 97):
@@ -478,7 +481,7 @@ OVER = "or add --fresh to move the folder aside and start over"
 
 
 def test_a_checkpoint_of_another_run_is_refused(
-    settings: list[str], goes_on: GoesOn, copied: Path, tmp_path: Path, capfd: Capture
+    settings: list[str], resume: Resume, copied: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     own = (copied / "checkpoint.h5").read_bytes()
     other = [*settings, "method.name=fedavg", "train.lr=0.01", "train.rounds=1"]
@@ -489,7 +492,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
     assert error.endswith(f"; restore this run's own checkpoint, {OVER}")
     (copied / "checkpoint.h5").write_bytes(own)
-    goes_on(copied)
+    resume(copied)
 
 
 def test_an_unfinished_run_of_another_version_is_refused(
@@ -507,16 +510,16 @@ def test_an_unfinished_run_of_another_version_is_refused(
 
 
 def test_a_finished_run_of_an_older_schema_can_be_read(
-    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: Capture
+    settings: list[str], uninterrupted: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    older = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    older = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     make_older(older / "checkpoint.h5")
     line = refused(capfd, "--quiet", "--out", older, *settings)
     assert line.endswith("; report, compare, export and predict can read it")
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 7, 7, 1), np.float32))
     for words in (
         ["report", older],
-        ["compare", older, undisturbed],
+        ["compare", older, uninterrupted],
         ["export", older, "--client", 1, "--out", tmp_path / "client1"],
         ["predict", older, "--client", 1, tmp_path / "x.npz", "--out", tmp_path / "labels.csv"],
         ["watch", older],

@@ -1,4 +1,4 @@
-"""What a run says of its SLURM job, and tells its script."""
+"""What a run records of its SLURM job, and reports to its script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "expected"),
     [
         ({}, None),
         ({"SLURM_JOB_NAME": "sh"}, None),
@@ -36,14 +36,14 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_job_has_a_name_an_id_and_starts(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str | None
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert job() == said
+    assert job() == expected
 
 
-def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
+def test_the_run_folder_names_the_job_and_saved_rounds_are_noted_for_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, alone, notes = (tmp_path / name for name in ("run", "alone", "notes"))

@@ -1,4 +1,4 @@
-"""What a run cost and gave, worked out by hand for three clients and two layers."""
+"""Bytes and metrics of a run, worked out by hand for three clients and two layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_ledger(clients: int = 3) -> Ledger:
     return Ledger("pfedla", ClientsConfig(), clients, LAYERS, is_private=False, has_patience=False)
 
 
-def play(ledger: Ledger, folder: Path | None = None) -> None:
+def record_rounds(ledger: Ledger, folder: Path | None = None) -> None:
     """Record two rounds, an evaluation after the second, and one more round."""
     first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
     moved = (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]]))
@@ -59,7 +59,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
 @pytest.fixture
 def ledger() -> Ledger:
     ledger = new_ledger()
-    play(ledger)
+    record_rounds(ledger)
     return ledger
 
 
@@ -95,7 +95,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
     assert {name: ledger.last(name) for name in METRICS} == pytest.approx(expected)
 
 
-def test_a_diagnostic_that_is_only_sometimes_there_is_refused() -> None:
+def test_a_diagnostic_missing_in_some_evaluations_is_refused() -> None:
     ledger, figures = new_ledger(), (evaluation([0, 0, 0]), NUM_SAMPLES, UNKNOWN)
     ledger.record_evaluation(1, *figures, {"graph": UNKNOWN})
     for found in ({}, {"graph": UNKNOWN, "zeta": UNKNOWN}):
@@ -105,7 +105,7 @@ def test_a_diagnostic_that_is_only_sometimes_there_is_refused() -> None:
     assert ledger.history()["graph"].shape == (2, 3)
 
 
-def test_files(ledger: Ledger, tmp_path: Path) -> None:
+def test_the_ledger_writes_its_files(ledger: Ledger, tmp_path: Path) -> None:
     ledger.start_files(tmp_path)
     ledger.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
     assert read(tmp_path / "bytes.csv") == [
@@ -141,7 +141,7 @@ def test_files(ledger: Ledger, tmp_path: Path) -> None:
     ]
 
 
-def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_restored_ledger_continues_like_an_uninterrupted_one(ledger: Ledger, tmp_path: Path) -> None:
     restored = new_ledger()
     restored.restore(ledger.tables(), ledger.history())
     for name, rows in ledger.history().items():
@@ -154,7 +154,7 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
         folder = tmp_path / str(number)
         folder.mkdir()
         one.start_files(folder)
-        play(one, folder)
+        record_rounds(one, folder)
         one.write_clients(folder, np.array([7, 8, 9]), NUM_SAMPLES)
     for name in ("metrics.csv", "bytes.csv", "clients.csv"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
@@ -186,7 +186,7 @@ def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
         assert (one.last("bytes_down"), one.last("bytes_up")) == (38, 35)
 
 
-def test_best_is_the_first_of_the_highest() -> None:
+def test_the_best_round_is_the_first_of_highest_accuracy() -> None:
     ledger = new_ledger(2)
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
         ledger.record_evaluation(2 * round, evaluation(accuracy), np.ones(2), np.full(2, np.nan), {})

@@ -64,7 +64,7 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
-def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
+def test_without_file_locks_a_later_start_takes_over_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*arguments: object) -> None:
@@ -75,7 +75,7 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
     monkeypatch.setattr(fcntl, "fcntl", refused)
     owner = f"pid 7 on {socket.gethostname()}"
     (tmp_path / ".lock").write_text(f"{owner}\n")
-    # whether the owner lives cannot be told
+    # whether the owner is alive cannot be determined
     assert holder(tmp_path) == Holder(owner, False, False)
     held = FolderLock(tmp_path)
     assert not held.is_enforced
@@ -101,7 +101,7 @@ def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert holder(tmp_path).is_gone
 
 
-def test_no_room_for_a_name_leaves_no_lock_behind(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room, reason in ((0, "File too large"), (10, "No space left"), (0, "File too large")):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))

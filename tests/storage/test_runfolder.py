@@ -59,7 +59,7 @@ def results(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "log.txt"}
 
 
-def test_files_and_columns(run: Callable[..., Path]) -> None:
+def test_a_run_folder_has_its_files_and_columns(run: Callable[..., Path]) -> None:
     folder = run()
     assert {path.name for path in folder.iterdir()} == FILES
     metrics, clients, moved = (read_csv(folder / f"{name}.csv") for name in ("metrics", "clients", "bytes"))
@@ -94,7 +94,9 @@ def test_evaluations_follow_the_schedule_and_end_with_the_run(run: Callable[...,
     assert column(read_csv(folder / "metrics.csv"), "round") == [2, 3]
 
 
-def test_the_record_describes_the_run_and_can_be_run(run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_saved_configuration_describes_the_run_and_can_be_run(
+    run: Callable[..., Path], tmp_path: Path
+) -> None:
     words = ("method.name=heurpfedla", "method.k=3")
     folder = run(*words)
     record = yaml.safe_load((folder / "config.yaml").read_text())
@@ -111,7 +113,7 @@ def test_the_record_describes_the_run_and_can_be_run(run: Callable[..., Path], t
     assert untimed(again) == untimed(folder)
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(
+def test_a_finished_run_reports_it_and_is_not_changed(
     run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run()
@@ -127,10 +129,10 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     assert results(folder) == before
 
 
-def test_a_lost_table_of_a_finished_run_comes_back(
+def test_a_lost_table_of_a_finished_run_is_rewritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it was appended to."""
+    """With the same bytes."""
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     before = results(tmp_path / "run")
@@ -165,7 +167,9 @@ def test_the_default_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: 
     assert set(results(tmp_path / "runs" / name)) | {"log.txt"} == FILES
 
 
-def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_warnings_are_printed_once_even_with_quiet(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = [*TINY, "train.rounds=1", "method.name=fedbn", "--quiet", "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     out, err = capsys.readouterr()
@@ -175,17 +179,17 @@ def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[s
     assert "warning: model.name=digits_cnn" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_another_version_of_torch_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main([*words, "train.rounds=1"]) == FINISHED
     record = tmp_path / "run" / "config.yaml"
     record.write_text(record.read_text().replace(f"torch: {torch.__version__}", "torch: 1.0"))
     assert main(words) == FINISHED
-    told = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
-    assert capsys.readouterr().err.startswith(told)
+    expected = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
+    assert capsys.readouterr().err.startswith(expected)
 
 
-def test_other_help_texts_are_not_resumed(
+def test_a_run_with_other_help_texts_is_not_resumed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_topics = ["data.source=topics", "data.clients=2", "model.name=textcnn", "method.name=local"]
@@ -198,8 +202,8 @@ def test_other_help_texts_are_not_resumed(
     monkeypatch.setitem(topics, "with", topics["with"] + " ")
     # there is nothing left to train
     assert main([*words, "train.rounds=2"]) == FINISHED
-    said = refused(capsys, *words, "train.rounds=3")
-    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in said
+    message = refused(capsys, *words, "train.rounds=3")
+    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in message
     assert results(tmp_path / "run") == before
 
 
@@ -242,7 +246,7 @@ def test_scores_after_training_are_those_of_the_cohort(run: Callable[..., Path])
     assert np.mean(column(clients, "accuracy_after_download")) == float(metrics[-1]["accuracy_mean"])
 
 
-def test_a_file_that_another_run_renames_meanwhile_is_no_link(
+def test_a_file_that_another_run_renames_meanwhile_is_not_taken_for_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "checkpoint.tmp.h5"]))

@@ -65,7 +65,7 @@ def rows(folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
-def test_columns_that_only_some_runs_have_and_a_histogram_of_clients_are_sent_too(
+def test_optional_columns_and_a_histogram_of_clients_are_sent_too(
     settings: list[str], tmp_path: Path
 ) -> None:
     keys = ["data.unseen_clients=0.2", "clients.drop_rate=0.3", "clients.step_s=1", "run.tracker=tensorboard"]
@@ -82,7 +82,9 @@ def test_columns_that_only_some_runs_have_and_a_histogram_of_clients_are_sent_to
     assert {round(end, 9): n for end, n in zip(last.bucket_limit, last.bucket, strict=True) if n} == counts
 
 
-def test_a_killed_run_has_every_round_once(settings: list[str], plain: Path, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_has_every_round_once(
+    settings: list[str], plain: Path, tmp_path: Path
+) -> None:
     asked = [*settings, "run.tracker=tensorboard"]
     run_killed_in_round(3, tmp_path, asked)
     found = reader(tmp_path)
@@ -102,7 +104,9 @@ def test_a_killed_run_has_every_round_once(settings: list[str], plain: Path, tmp
     assert not list(plain.glob("events.*"))
 
 
-def test_events_asked_for_late_begin_with_the_first_round(settings: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_is_added_later_begins_with_the_first_round(
+    settings: list[str], tmp_path: Path
+) -> None:
     assert run_here(tmp_path, [*settings, "train.rounds=3"]) == FINISHED
     assert not list(tmp_path.glob("events.*"))
     assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
@@ -112,7 +116,7 @@ def test_events_asked_for_late_begin_with_the_first_round(settings: list[str], t
 @pytest.mark.parametrize(
     ("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow-skinny")]
 )
-def test_a_missing_package_is_told_before_the_run_and_not_needed_without_the_tracker(
+def test_a_missing_package_is_reported_before_the_run_and_not_needed_without_the_tracker(
     name: str,
     package: str,
     settings: list[str],
@@ -176,7 +180,7 @@ def run_twice(folder: Path, settings: list[str], tracker: str, env: dict[str, st
     assert run_forked(words, env=env).stderr == ""
 
 
-def test_wandb_offline_has_every_round_in_its_newest_folder(settings: list[str], tmp_path: Path) -> None:
+def test_wandb_offline_has_every_round_in_the_newest_folder(settings: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_twice(folder, settings, "wandb", {"WANDB_MODE": "offline"})
     first, whole = wandb_rows(folder)
@@ -243,7 +247,7 @@ def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
     assert Known.opened == [("wandb", None), ("mlflow", None), ("wandb", "of wandb")]
 
 
-def test_a_service_that_cannot_be_reached_is_given_up_with_a_warning(
+def test_a_service_that_cannot_be_reached_is_dropped_with_a_warning(
     settings: list[str], plain: Path, tmp_path: Path
 ) -> None:
     env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}

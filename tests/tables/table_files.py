@@ -13,7 +13,7 @@ from hpcfl.tables.cells import Table
 
 
 def refused(path: Path, overrides: Sequence[str] = (), **more: Any) -> str:
-    """Return what is said of a table file, behind its name; `more` goes to Table."""
+    """Return the error on a table file, without its name; `more` goes to Table."""
     with pytest.raises(UserError) as error:
         Table(path, overrides, **more)
     assert str(error.value).startswith(str(path))
@@ -21,7 +21,7 @@ def refused(path: Path, overrides: Sequence[str] = (), **more: Any) -> str:
 
 
 def refused_once_changed(path: Path, text: str, old: str, new: str) -> str:
-    """Write a table file with one place of its text changed, and return what is said of it."""
+    """Write a table file with one place of its text changed, and return the error on it."""
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
     return refused(path)

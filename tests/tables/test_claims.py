@@ -78,13 +78,13 @@ class Folder:
         line |= {"scored": "after download", "accuracy_mean": mean, "accuracy_std_over_seeds": ""}
         self.write(name, line | seeds)
 
-    def said(self, text: str = CLAIMS) -> Path:
+    def write_claims(self, text: str = CLAIMS) -> Path:
         path = self.claims / "paper.yaml"
         path.write_text(text)
         return path
 
     def words(self, text: str = CLAIMS) -> list[tuple[str, str, str]]:
-        [verdicts] = read_claims(self.said(text)).by_claim
+        [verdicts] = read_claims(self.write_claims(text)).by_claim
         return [(verdict.column, verdict.word, verdict.text) for verdict in verdicts]
 
 
@@ -120,7 +120,7 @@ def test_a_pair_that_the_table_compares_the_other_way_round_changes_its_sign(fol
     assert words == [("few", "shown", "+20.0 [+10.0, +30.0]")]
 
 
-def test_moments_are_told_apart(folder: Folder) -> None:
+def test_claims_distinguish_moments(folder: Folder) -> None:
     own, trained = difference(0.03, 0.02, 0.04), difference(-0.01, at="after training", seeds=1)
     folder.result("full.csv", "ours", 0.6)
     for lines in ([own, trained], [trained, own]):
@@ -130,7 +130,7 @@ def test_moments_are_told_apart(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
-def test_a_number_may_be_the_other_side(folder: Folder) -> None:
+def test_a_claim_may_compare_with_a_number(folder: Folder) -> None:
     """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
     folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
     words = folder.words(CLAIMS.replace("above: alone", "above: 60.0, columns: [few]"))
@@ -142,7 +142,7 @@ def test_a_number_may_be_the_other_side(folder: Folder) -> None:
     assert words == [("few", "not run", ""), ("many", "not run", "")]
 
 
-def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
+def test_a_claim_may_be_about_samples_instead_of_clients(folder: Folder) -> None:
     weighted = "  - {rows: [ours, alone], weighted: true}\n"
     (folder.tables / "full.yaml").write_text(FULL + weighted)
     folder.result("full.csv", "ours", 0.6)
@@ -160,7 +160,7 @@ def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the
         folder.result(f"small-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
         folder.write(f"small-{rounds}rounds_differences.csv", difference(mean, seeds=1))
     text = CLAIMS.replace("{table: full, row: ours,", "{table: small, row: ours, printed_rounds: 40,")
-    claims = read_claims(folder.said(text))
+    claims = read_claims(folder.write_claims(text))
     of_run = [(v.rounds, v.text, v.table) for v in claims.by_claim[0] if v.seeds]
     assert of_run == [("30 of 40", "+2.0", "small")]
     # a cell that is not run at full size has the smaller one
@@ -174,7 +174,7 @@ def test_a_cell_that_is_not_run_in_full_has_its_longest_shortened_run(folder: Fo
     for rounds, mean in ((30, 0.02), (4, 0.03)):
         folder.result(f"full-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
         folder.write(f"full-{rounds}rounds_differences.csv", difference(mean, seeds=1))
-    claims = read_claims(folder.said())
+    claims = read_claims(folder.write_claims())
     assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
     assert document(claims).grids[1].rows[:2] == [
         ["ours", "60.0, 1 seed, 30 of 40 rounds (61.43)", "not run (70.00)"],
@@ -186,15 +186,15 @@ def test_the_rounds_are_those_of_the_file_with_the_difference(folder: Folder) ->
     folder.result("full.csv", "ours", 0.6)
     folder.result("full-30rounds.csv", "ours", 0.6, rounds=30)
     folder.write("full-30rounds_differences.csv", difference(0.02, seeds=1))
-    claims = read_claims(folder.said())
+    claims = read_claims(folder.write_claims())
     assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
 
 
-def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
+def test_the_verdict_names_seeds_of_one_partition(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
-    for partitions, told in ((1, " of one partition"), (3, "")):
+    for partitions, ending in ((1, " of one partition"), (3, "")):
         folder.write("full_differences.csv", difference(0.03, 0.02, 0.04) | {"partitions": partitions})
-        assert folder.words()[0] == ("few", "shown", f"+3.0 [+2.0, +4.0]{told}")
+        assert folder.words()[0] == ("few", "shown", f"+3.0 [+2.0, +4.0]{ending}")
 
 
 def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
@@ -203,7 +203,7 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     folder.result("full.csv", "ours", 0.6, 0.62)
     folder.write("full_differences.csv", difference(0.01, seeds=2))
     reason = "    reason: too few rounds\n    evidence: full.csv\n"
-    path = folder.said(CLAIMS + reason)
+    path = folder.write_claims(CLAIMS + reason)
     made = document(read_claims(path))
     assert made.grids[0].caption == "table 1: it does better (the paper's rule)"
     assert made.grids[0].note == "Why: too few rounds (full.csv)."
@@ -227,7 +227,7 @@ ABOVE = "above: alone"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("row: ours", "row: theirs", "has no such pair; add {rows: [theirs, alone]} to"),
         (
@@ -254,20 +254,20 @@ ABOVE = "above: alone"
         ("    runs:", "    reason: so\n    runs:", "reason and evidence, the result file that it rests on,"),
     ],
 )
-def test_a_claim_on_what_is_not_there_is_told_in_a_line(
-    folder: Folder, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_claim_on_a_missing_cell_is_refused_with_one_line(
+    folder: Folder, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert old in CLAIMS
-    path = folder.said(CLAIMS.replace(old, new))
+    path = folder.write_claims(CLAIMS.replace(old, new))
     line = refused(capsys, "claims", path)
     assert str(path) in line
-    assert said in line
+    assert expected in line
 
 
-def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
+def test_a_file_whose_tables_have_no_results_is_refused_with_one_line(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = folder.said()
+    path = folder.write_claims()
     assert "none of its tables has results; make them with hpcfl table" in refused(capsys, "claims", path)
     monkeypatch.chdir(folder.claims)
     assert "there is no claims file in configs/claims" in refused(capsys, "claims")

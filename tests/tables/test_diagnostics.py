@@ -1,4 +1,4 @@
-"""What diagnostics.csv says of a method's history: worked-out means by layer and classes in common."""
+"""What diagnostics.csv contains of the history of a method: means by layer and by common classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMON = np.array([[2, 1, 0], [1, 2, 1], [0, 1, 2]])
 """Classes that three clients have in common; each has two."""
 
 
-def test_weights_between_clients_are_parted_by_their_classes() -> None:
+def test_weights_between_clients_are_grouped_by_their_classes() -> None:
     # one layer; each client's weights of itself and of the others
     weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.6, 0.4]])[:, None]
     lines = list(_summary(("client", "layer", "client"), weights, COMMON))
@@ -35,7 +35,7 @@ def test_shares_of_branches_have_an_overlap() -> None:
     assert without_layers == [(None, *line[1:]) for line in lines]
 
 
-def test_pairs_are_in_the_same_group_or_not() -> None:
+def test_pairs_are_counted_as_in_the_same_group_or_not() -> None:
     # clients 0 and 1 share group 2, client 2 has none
     lines = list(_summary(("client",), np.array([2, 2, -1]), COMMON))
     assert [(clients, value) for _, clients, value in lines] == [
@@ -46,7 +46,7 @@ def test_pairs_are_in_the_same_group_or_not() -> None:
     assert list(_summary(("client", "path"), np.ones((3, 4)), COMMON)) == []
 
 
-def test_what_has_no_other_client_is_a_mean_over_all() -> None:
+def test_a_quantity_of_single_clients_is_averaged_over_all() -> None:
     by_layer = np.array([[1, 0], [2, 3]])
     assert list(_summary(("client", "layer"), by_layer, COMMON)) == [(0, "all", 1.5), (1, "all", 1.5)]
     assert list(_summary(("client",), np.array([0.25, 0.75]), COMMON)) == [(None, "all", 0.5)]

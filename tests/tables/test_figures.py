@@ -1,4 +1,4 @@
-"""Figures of a table: what stands in which file and column, of folders whose numbers are known."""
+"""Numbers of a table: which file and column has which number, for folders whose numbers are known."""
 
 from __future__ import annotations
 
@@ -111,19 +111,19 @@ def rows_below(title: str, text: str, count: int) -> list[list[str]]:
 # Statistics
 
 
-def test_worst_tenth_is_one_client_at_least() -> None:
+def test_the_worst_tenth_is_at_least_one_client() -> None:
     assert worst_tenth([0.5, 0.1, 0.9]) == 0.1
     assert worst_tenth([n / 100 for n in range(29, -1, -1)]) == pytest.approx(0.01)
     assert worst_tenth([0.3] * 9 + [0.0] * 10) == 0.0
 
 
-def test_mean_and_deviation_of_what_is_known() -> None:
+def test_mean_and_deviation_ignore_missing_values() -> None:
     assert mean_and_deviation([0.5, 0.7]) == pytest.approx((0.6, 0.1 * 2**0.5))
     assert mean_and_deviation([0.5, math.nan]) == (0.5, None)
     assert mean_and_deviation([math.nan]) == (None, None)
 
 
-def test_an_interval_is_student_s() -> None:
+def test_an_interval_is_that_of_student_s_t() -> None:
     # t(2) = 4.3027, deviation 2, 4.3027 * 2 / sqrt 3
     found = interval([1.0, 3.0, 5.0])
     assert (found.mean, found.count) == (3.0, 3)
@@ -131,7 +131,7 @@ def test_an_interval_is_student_s() -> None:
     assert math.isnan(interval([1.0]).half_width)
 
 
-def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
+def test_paired_differences_are_over_seeds_and_over_clients() -> None:
     first, second = [[0.5, 0.7], [0.4, 0.9], [0.6, 0.8]], [[0.4, 0.7], [0.2, 0.8], [0.6, 0.5]]
     # differences 0.1 0, 0.2 0.1, 0 0.3; of the seeds 0.05, 0.15, 0.15
     found = paired_difference(first, second)
@@ -144,7 +144,7 @@ def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
     assert found.over_clients.half_width == pytest.approx(2.570582 * deviation / 6**0.5, rel=1e-5)
 
 
-def test_clients_may_count_with_their_samples() -> None:
+def test_clients_may_be_weighted_by_their_samples() -> None:
     first, second = [[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, 0.8]]
     # differences 0.1 0, 0.2 0.1: with 30 and 10 samples 0.075, with 10 and 10 samples 0.15
     found = paired_difference(first, second, [[30, 10], [10, 10]])
@@ -157,7 +157,7 @@ def test_clients_may_count_with_their_samples() -> None:
 # Files
 
 
-def test_every_figure_stands_in_the_csv(table: Table) -> None:
+def test_every_figure_is_in_the_csv(table: Table) -> None:
     write(table)
     ours, theirs, alone, *hard = read_csv(table.folder / "table.csv")
     assert [(row["label"], row["column"]) for row in hard] == [("ours_1", "hard"), ("alone", "hard")]
@@ -186,7 +186,7 @@ def test_every_figure_stands_in_the_csv(table: Table) -> None:
     assert {row["size"] for row in (ours, *hard)} == {"tiny: 4 clients"}
 
 
-def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
+def test_differences_have_a_line_for_each_pair_and_column(table: Table) -> None:
     write(table)
     against_theirs, against_alone, hard = read_csv(table.folder / "differences.csv")
     assert [against_theirs[name] for name in ("first", "second", "column")] == ["ours_1", "theirs", "easy"]
@@ -204,18 +204,18 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
         assert [row[name] for name in names] == ["", "", "0", "0"]
 
 
-def test_the_number_of_differences_stands_below_them(table: Table) -> None:
+def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
     text = write(table)
     _, below = text.split("ours_1 - alone     hard")
-    said = "Differences shown: 1; their 95 % intervals are not corrected for this number."
-    assert below.splitlines()[1:] == ["", said]
+    note = "Differences shown: 1; their 95 % intervals are not corrected for this number."
+    assert below.splitlines()[1:] == ["", note]
     assert "one partition" not in text
-    assert (table.folder / "table.md").read_text().endswith(f"\n\n{said}\n")
-    latex = said.replace("%", r"\%")
+    assert (table.folder / "table.md").read_text().endswith(f"\n\n{note}\n")
+    latex = note.replace("%", r"\%")
     assert (table.folder / "table.tex").read_text().endswith(f"\\noindent {latex}\\par\n")
 
 
-def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
+def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
     table = finished(tmp_path, TABLE.replace("{data: {clients: 4}", "{data: {clients: 4, seed: 7}"))
     text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
@@ -238,7 +238,7 @@ def test_seeds_are_counted_by_moment(table: Table) -> None:
     assert text.count("of 3 seeds") == 1
 
 
-def test_runs_that_were_not_scored_at_a_moment_are_missing_there(table: Table) -> None:
+def test_runs_without_a_score_at_a_moment_are_missing_there(table: Table) -> None:
     for cell in table.cells_of("theirs", "easy"):
         for name in ("metrics.csv", "clients.csv"):
             lines = read_csv(cell.folder / name)
@@ -312,7 +312,7 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +- +1 ", text)
 
 
-def test_the_printed_table(table: Table) -> None:
+def test_the_printed_table_is_as_expected(table: Table) -> None:
     text = write(table)
     lines = text.splitlines()
     assert lines[0] == "# Two & two"
@@ -397,7 +397,7 @@ def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
     assert "finished cells" not in write(table)
 
 
-def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:
+def test_results_of_every_client_are_beside_the_table_file(table: Table, tmp_path: Path) -> None:
     write(table)
     written = write_results(table)
     names = ["two.csv", "two_differences.csv", "two_clients.csv"]
@@ -411,7 +411,7 @@ def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_p
 
 
 @pytest.mark.parametrize("client", [None, 1])
-def test_curves_keep_the_rounds_that_all_seeds_have(table: Table, client: int | None) -> None:
+def test_curves_show_the_rounds_that_all_seeds_have(table: Table, client: int | None) -> None:
     """As with train.patience, seeds 1 and 2 end after round 4, of 70 %, and seed 0 after round 8."""
     table.drawings = [Curves(draw="curves", client=client)]
     results = read_results(table)[:1]
@@ -445,14 +445,14 @@ def test_plan_lists_cells_and_hours_and_writes_nothing(
         [name, "3", "0", "100000"] for name in ("ours_1", "theirs", "alone")
     ]
     of_cells = [float(line.split()[-1]) for line in text.splitlines() if " 100000 " in line]
-    (told,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(text.split()))
-    assert float(told) == pytest.approx(sum(of_cells), abs=0.1)
+    (hours,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(text.split()))
+    assert float(hours) == pytest.approx(sum(of_cells), abs=0.1)
     assert min(of_cells) > 0.1
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
-def test_plan_for_a_gpu_is_made_where_there_is_none(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_plan_for_a_gpu_needs_no_gpu(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--column", "easy", "--row", "alone", "data.per_client=40", "run.device=cuda", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     text = " ".join(capsys.readouterr().out.split())
@@ -462,7 +462,7 @@ def test_plan_for_a_gpu_is_made_where_there_is_none(table: Table, capsys: pytest
     )
 
 
-def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_leaves_out_finished_cells(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--column", "easy", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     _, *rows = rows_below("easy:", capsys.readouterr().out, 4)

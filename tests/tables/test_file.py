@@ -70,10 +70,10 @@ def flat(table: Table, row: str, column: str) -> dict[str, Any]:
     return flatten(table.cells_of(row, column)[0].config.tree())
 
 
-# What a file says
+# The content of a file
 
 
-def test_columns_by_rows_by_seeds(folder: Path) -> None:
+def test_cells_are_columns_by_rows_by_seeds(folder: Path) -> None:
     table = Table(folder / "paper.yaml")
     assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
     names = ["ours, few", "fedavg, few", "local, few", "ours, many", "fedavg, many"]
@@ -83,13 +83,15 @@ def test_columns_by_rows_by_seeds(folder: Path) -> None:
     ]
     assert table.cells[4].folder == Path("runs/paper/many/fedavg-s3")
     assert table.cells[-1].folder == Path("runs/paper/kept-k-2/ours-s5")
-    told = ("A paper's table", "table 1", "small: 5 of 50 clients")
-    assert (table.title, table.source, table.size) == told
+    expected = ("A paper's table", "table 1", "small: 5 of 50 clients")
+    assert (table.title, table.source, table.size) == expected
     assert [row.published for row in table.rows] == [{"few": 61.43, "many": 73.0}, {}, {}]
     assert [row.tuned for row in table.rows] == [None, None, "train.lr of 0.1 and 0.3"]
 
 
-def test_settings_lie_over_a_configuration_file_columns_over_them_and_rows_over_both(folder: Path) -> None:
+def test_settings_override_a_configuration_file_columns_override_both_and_rows_override_all(
+    folder: Path,
+) -> None:
     table = Table(folder / "paper.yaml", ["train.momentum=0.5"])
     ours, fedavg = flat(table, "ours", "many"), flat(table, "fedavg", "many")
     assert (ours["data.source"], ours["data.per_client"], ours["run.eval_every"]) == ("cifar10", 60, 7)
@@ -118,7 +120,7 @@ def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
     assert whole.cells[1].folder == Path("runs/sweep/mixing-false/fedafk-s0")
 
 
-def test_a_file_that_extends_another_chooses_and_lays_its_settings_over_all(folder: Path) -> None:
+def test_a_file_that_extends_another_chooses_cells_and_overrides_settings(folder: Path) -> None:
     table = Table(folder / "small.yaml")
     assert (table.title, table.size) == ("A paper's table, small", "small: 10 rounds")
     assert (table.seeds, table.source) == ([1], "table 1")
@@ -157,7 +159,7 @@ def test_the_label_of_a_row_is_its_method_even_of_one_that_is_extended(folder: P
     assert flat(Table(other), "fedprox", "")["train.lr"] == 0.2
 
 
-def test_published_numbers_stand_in_the_order_of_the_columns_and_that_of_the_only_one_alone(
+def test_published_numbers_follow_the_order_of_the_columns(
     folder: Path,
 ) -> None:
     path = folder / "one.yaml"
@@ -174,7 +176,7 @@ def test_published_numbers_stand_in_the_order_of_the_columns_and_that_of_the_onl
 # Shrinking
 
 
-def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: Path) -> None:
+def test_the_title_names_fewer_rounds_and_seeds_and_the_folder_is_another(folder: Path) -> None:
     table = Table(folder / "paper.yaml", rounds=25, seeds=[5])
     assert {(cell.seed, cell.config.train.rounds) for cell in table.cells} == {(5, 20), (5, 25)}
     assert table.title == "A paper's table (shrunk: at most 25 rounds instead of 40, seeds 5 of 3, 5)"
@@ -189,17 +191,17 @@ def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: 
         Table(folder / "paper.yaml", seeds=[3, 4])
 
 
-def test_the_title_says_what_the_command_line_changes_but_not_where_the_data_lie(folder: Path) -> None:
+def test_the_title_names_what_the_command_line_changes_but_not_the_folder_of_the_data(folder: Path) -> None:
     where = ["data.source=npz", "data.path=x.npz", "data.layout=NHWC", "data.normalise=cifar10"]
     silent = [*where, "data.root=d", "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
     assert Table(folder / "paper.yaml", silent).title == "A paper's table"
     changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50"]
     table = Table(folder / "paper.yaml", changed, seeds=[5])
-    said = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
-    assert table.title == f"A paper's table {said}"
+    change = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
+    assert table.title == f"A paper's table {change}"
 
 
-def test_every_group_of_keys_may_stand_in_a_table_file() -> None:
+def test_every_group_of_keys_is_allowed_in_a_table_file() -> None:
     assert set(GROUPS) <= set(PartialConfig.model_fields)
 
 
@@ -232,7 +234,7 @@ def test_cells_are_chosen_by_labels_or_parts_of_them(folder: Path) -> None:
 
 def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None:
     path = folder / "paper.yaml"
-    for columns, rows, said in (
+    for columns, rows, expected in (
         (
             ["lots"],
             [],
@@ -248,7 +250,7 @@ def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None
     ):
         with pytest.raises(UserError) as error:
             Table(path, in_columns=columns, in_rows=rows)
-        assert str(error.value) == said
+        assert str(error.value) == expected
 
 
 def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(folder: Path) -> None:
@@ -272,8 +274,8 @@ def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(f
 def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
     (folder / "paper.yaml").write_text(TWO_SOURCES)
     for choice in ({}, {"in_columns": ["few", "many"]}, {"in_rows": ["ours"]}):
-        said = refused(folder / "paper.yaml", ["data.source=digits"], **choice)
-        assert said == (
+        message = refused(folder / "paper.yaml", ["data.source=digits"], **choice)
+        assert message == (
             ": data.source on the command line would replace cifar10, fashionmnist in all columns; choose "
             "columns of one of them with --column LABEL"
         )
@@ -287,7 +289,7 @@ NUMBERS = "published: {few: 61.43, many: 73}"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         (
             "published: {few:",
@@ -334,8 +336,8 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(folder: Path, old: str, new: str, said: str) -> None:
-    assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(said)
+def test_a_mistake_is_reported_with_its_position(folder: Path, old: str, new: str, expected: str) -> None:
+    assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ('"kept, k = 2"', "lots", ": unknown column lots; allowed: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": unknown row locale; allowed: ours |"),
@@ -361,8 +363,10 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
         ),
     ],
 )
-def test_a_mistake_of_a_file_that_extends_another(folder: Path, old: str, new: str, said: str) -> None:
-    assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(said)
+def test_a_mistake_in_a_file_that_extends_another_is_reported(
+    folder: Path, old: str, new: str, expected: str
+) -> None:
+    assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(expected)
 
 
 # Help

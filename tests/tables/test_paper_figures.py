@@ -1,4 +1,4 @@
-"""The papers' figures: every figure file ends in its picture, which shows the numbers of its cells."""
+"""The papers' figures: every figure file makes its picture, which shows the numbers of its cells."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def png_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("png_alone")
 @pytest.mark.parametrize("path", FIGURE_FILES, ids=lambda path: path.stem)
-def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
+def test_a_figure_file_makes_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
     tiny = shrunk(path, images, tmp_path)
     assert main(["table", str(tiny), "--out", str(tmp_path / "out"), "--quiet"]) == FINISHED
     names = Table(tiny).figure_names
@@ -183,7 +183,7 @@ def texts(picture: Figure) -> str:
     return " ".join(text.get_text() for part in picture.subfigs for text in part.texts).replace("\n", " ")
 
 
-def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, Figure], whole: Path) -> None:
+def test_a_heat_map_shows_the_weights_of_the_checkpoint(toy: dict[str, Figure], whole: Path) -> None:
     found = panels(toy["figure_a"])
     weights = [history(f"{whole / slug}-s0") for slug in SLUGS]
     # a line a column of the table; in it the evaluations, of each all layers
@@ -200,12 +200,12 @@ def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, F
     last = [
         f"{float(read_csv(whole / f'{slug}-s0' / 'metrics.csv')[-1]['accuracy_mean']):.1%}" for slug in SLUGS
     ]
-    said = texts(toy["figure_a"])
-    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in said
-    assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in said
+    shown = texts(toy["figure_a"])
+    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in shown
+    assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in shown
 
 
-def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path) -> None:
+def test_the_matrix_of_one_client_shows_its_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, second = panels(toy["figure_b"])
     weights = [history(f"{whole / slug}-s0")[-1, 2] for slug in SLUGS]
     # in the order of the file where it names them; all where it names none; from `low` on
@@ -217,7 +217,7 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Figure], whole: Path)
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
 
 
-def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
+def test_a_matrix_of_clients_by_layers_shows_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
     first, _ = panels(toy["figure_g"])
     retained = history(f"{whole / SLUGS[0]}-s0", "retained_rounds")[-1]
     assert not np.array_equal(retained[:, 5], retained[:, 0])
@@ -226,7 +226,7 @@ def test_a_matrix_of_clients_by_layers_has_the_named_layers(toy: dict[str, Figur
 
 
 @pytest.mark.usefixtures("png_alone")
-def test_of_too_many_weights_the_newest_are_drawn(
+def test_the_newest_weights_are_drawn_if_there_are_too_many(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 1)
@@ -285,7 +285,7 @@ def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Figure], whol
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.9", "0.5"]
 
 
-def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path) -> None:
+def test_points_are_drawn_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path) -> None:
     [axes] = panels(toy["figure_f"])
     assert list(dict.fromkeys(axes.get_legend_handles_labels()[1])) == ["HeurpFedLA", "Local"]
     runs = (SLUGS[0], "gamma-0.9/local", SLUGS[1])
@@ -302,7 +302,7 @@ def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path)
     ]
 
 
-def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
+def test_the_evaluation_nearest_to_the_given_round_is_drawn() -> None:
     rounds = [5, 10, 15, 20, 25, 30]
     assert evaluations(rounds, ["first", "middle", "last"]) == [0, 3, 5]
     # 7 is nearer to 5, 17 to 15, and what is beyond the end is the last
@@ -313,7 +313,7 @@ def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
 # Files
 
 
-def test_pictures_lie_beside_the_table_and_the_png_with_the_results(words: list[str], whole: Path) -> None:
+def test_pictures_are_beside_the_table_and_the_png_is_with_the_results(words: list[str], whole: Path) -> None:
     results = Path(words[0]).parent / "results"
     for name in ("figure_a", "figure_b"):
         png, pdf = ((whole / f"{name}.{ending}").read_bytes() for ending in ("png", "pdf"))
@@ -342,7 +342,7 @@ def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
         assert (copied / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_what_is_not_finished_is_named_and_the_rest_drawn(
+def test_unfinished_cells_are_named_and_the_others_are_drawn(
     words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(copied / f"{SLUGS[0]}-s0")
@@ -383,7 +383,7 @@ def test_each_checkpoint_is_verified_once(
 
 
 @pytest.mark.usefixtures("png_alone")
-def test_a_damaged_checkpoint_costs_its_own_cell_only(
+def test_a_damaged_checkpoint_omits_only_its_own_cell(
     words: list[str], copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copied / f"{SLUGS[0]}-s0"
@@ -391,8 +391,8 @@ def test_a_damaged_checkpoint_costs_its_own_cell_only(
         (folder / name).write_bytes(b"nothing")
     table = Table(Path(words[0]), words[1:], copied)
     pictures = write_from_histories(table)
-    (told,) = caplog.messages
-    assert re.search("HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint", told)
+    (warning,) = caplog.messages
+    assert re.search("HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint", warning)
     assert all(pictures.values())
     lines = read_csv(copied / "diagnostics.csv")
     assert {(line["column"], line["seed"]) for line in lines} == {
@@ -437,7 +437,7 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
@@ -455,24 +455,24 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
         ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: unknown column gamma = 0.8; allowed: "),
     ],
 )
-def test_a_mistake_is_told_with_its_place(old: str, new: str, said: str, tmp_path: Path) -> None:
-    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(said)
+def test_a_mistake_is_reported_with_its_position(old: str, new: str, expected: str, tmp_path: Path) -> None:
+    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "unknown layer fc3; allowed: conv1 | bn1 |"),
         ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
     ],
 )
-def test_layers_and_clients_that_are_not_there_are_told_when_the_figure_is_drawn(
-    words: list[str], copied: Path, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_missing_layers_and_clients_are_reported_when_the_figure_is_drawn(
+    words: list[str], copied: Path, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copied.parent / "toy.yaml"
     path.write_text(TOY.replace(old, new))
     line = refused(capsys, "table", path, *words[1:], "--out", copied, "--quiet")
-    assert f"{path}, figure, column gamma = 0.9: {said}" in line
+    assert f"{path}, figure, column gamma = 0.9: {expected}" in line
 
 
 def test_a_file_inherits_a_figure_without_the_columns_that_it_leaves_out(tmp_path: Path) -> None:

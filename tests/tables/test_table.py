@@ -1,4 +1,4 @@
-"""`hpcfl table`: cells are ordinary runs, figures theirs; it goes on, shares the work, and refuses."""
+"""`hpcfl table`: cells are ordinary runs; a table is resumed, shares work, and refuses mistakes."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def table(folder: Path, *words: str) -> int:
     return main(["table", *words, "--out", str(folder)])
 
 
-Told = Callable[..., str]
+Finish = Callable[..., str]
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Return what runs a table to its end in a folder, and returns what that prints."""
+def finish(capsys: pytest.CaptureFixture[str]) -> Finish:
+    """Return a function that runs a table to its end in a folder and returns what it prints."""
 
     def run(folder: Path, *words: str) -> str:
         capsys.readouterr()
@@ -110,7 +110,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
 
 
 def changed(words: list[str]) -> str:
-    """Return what the title says of `words`: nothing of the file, the data's place, device and page."""
+    """Return what the title contains of `words`: neither file nor folder of the data, device and page."""
     return f"with {', '.join(words[4:-2])}"
 
 
@@ -135,7 +135,7 @@ PARTS_LEFT = "when all parts have ended, repeat the command without --part: it r
 # What the cells are, and the table
 
 
-def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_cell_equals_a_single_run(words: list[str], whole: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in whole.iterdir()) == sorted([*ALONE, *OUTPUTS])
     for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
         assert run_here(tmp_path / name, [*words[1:], "run.eval_every=2", *ALONE[name]]) == FINISHED
@@ -146,7 +146,7 @@ def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Pa
         assert environments[0]["command"].startswith("hpcfl table ")
 
 
-def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
+def test_the_numbers_of_the_table_are_those_of_the_run_folders(whole: Path) -> None:
     rows = figures(whole)
     assert list(rows[0])[-4:] == ["title", "size", "accuracy_seed_0", "accuracy_seed_1"]
     assert [row["label"] for row in rows] == ["fedavg", "HeurpFedLA, k = 2"]
@@ -173,7 +173,7 @@ def count_bytes(folder: Path, way: str) -> tuple[int, int]:
     return sum(int(line["bytes"]) for line in lines) - other, other
 
 
-def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
+def test_diagnostics_summarise_the_history_of_methods(whole: Path) -> None:
     lines = read_csv(whole / "diagnostics.csv")
     # evaluations after rounds 2 and 3
     kinds = {(line["label"], line["seed"], line["round"], line["quantity"]) for line in lines}
@@ -184,13 +184,13 @@ def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
     last = [line for line in lines if (line["seed"], line["round"]) == ("1", "3")]
     counts = [float(line["value"]) for line in last if line["quantity"] == "retained_rounds"]
     assert counts == pytest.approx(retained.mean(axis=0), rel=1e-5)
-    # the first heads already tell layers apart
+    # the initial heads already distinguish layers
     assert retained.sum() == COHORTS["heurpfedla-k-2"] * 2 * ROUNDS
     own = [float(line["value"]) for line in last if line["clients"] == "itself"]
     assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
 
 
-def test_rows_of_other_lengths_say_so(
+def test_rows_with_another_number_of_rounds_are_marked(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longer = tmp_path / "longer.yaml"
@@ -205,7 +205,9 @@ def test_rows_of_other_lengths_say_so(
     assert (first[-1], second[-2]) == ("30", "4")
 
 
-def test_options_go_with_their_kind_and_what_a_row_sets_the_command_line_does_not(tmp_path: Path) -> None:
+def test_options_apply_to_their_method_and_the_command_line_cannot_change_what_a_row_sets(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         """
@@ -250,12 +252,12 @@ compare: [[fedavg, local]]
 
 
 def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
-    words: list[str], tmp_path: Path, told: Told
+    words: list[str], tmp_path: Path, finish: Finish
 ) -> None:
     path = tmp_path / "columns.yaml"
     path.write_text(COLUMNS_BY_ROWS)
     options = ["--rounds", "2", "--write-results"]
-    out = told(tmp_path / "out", str(path), *words[1:], *options)
+    out = finish(tmp_path / "out", str(path), *words[1:], *options)
     names = ("fedavg, all", "fedavg, A half!", "local, A half!")
     assert re.findall(r"^cell (\d/6: \w+, .*? seed \d)", out, re.MULTILINE) == [
         f"{number}/6: {name} seed {seed}"
@@ -305,12 +307,12 @@ def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     path, folder = tmp_path / "columns.yaml", tmp_path / "out"
     path.write_text(COLUMNS_BY_ROWS)
     own = [str(path), *words[1:], "train.rounds=1"]
-    out = told(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
+    out = finish(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
     assert out.startswith(f"0 of 1 cells are finished, in {folder}\n")
     assert begun(out) == [2]
     assert "\ncell 2/2: local, A half! seed 1\n" in out
@@ -325,13 +327,13 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     advice = "File exists; make it writable, or copy the table file elsewhere"
     assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in capsys.readouterr().err
     (tmp_path / "results").unlink()
-    out = told(folder, *own, "--no-run", "--write-results")
+    out = finish(folder, *own, "--no-run", "--write-results")
     assert "\ncell " not in out
     assert "missing" in out
     assert files(folder) == files_before
     results = read_csv(tmp_path / "results" / "columns.csv")
     assert [row["seeds"] for row in results] == ["0", "0", "1"]
-    out = told(folder, *own, "--column", "all", "--write-results")
+    out = finish(folder, *own, "--column", "all", "--write-results")
     assert begun(out) == [1, 2]
     assert "cells are missing" not in out
     found = accuracies(folder)
@@ -343,13 +345,13 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     assert [row["seeds"] for row in results] == ["2", "0", "1"]
 
 
-def test_a_column_without_data_is_skipped_and_told(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, told: Told
+def test_a_column_without_data_is_skipped_and_reported(
+    of_two: tuple[list[str], list[str]], tmp_path: Path, finish: Finish
 ) -> None:
     words, _ = of_two
     folder = tmp_path / "out"
-    planned = told(folder, *words, "--plan")
-    run = told(folder, *words, "--row", "fedavg")
+    planned = finish(folder, *words, "--plan")
+    run = finish(folder, *words, "--row", "fedavg")
     reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
     assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
     assert "4 cells, " in planned
@@ -363,7 +365,7 @@ def test_a_column_without_data_is_skipped_and_told(
     assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["0", "0"]
 
 
-def test_without_any_column_with_data_it_is_an_error(
+def test_a_table_without_any_data_is_an_error(
     of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, _ = of_two
@@ -372,8 +374,8 @@ def test_without_any_column_with_data_it_is_an_error(
         assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
 
 
-def test_the_file_of_a_column_s_data_is_named_for_it_alone(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+def test_each_column_names_its_own_data_file(
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     words, file = of_two
     folder = tmp_path / "out"
@@ -392,7 +394,7 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
     shutil.rmtree(folder / "photos-all" / "local-s1")
     before = files(folder / "digits-all")
     # a cell that is not finished needs the file again
-    out = told(folder, *words)
+    out = finish(folder, *words)
     assert out.startswith("7 of 8 cells are finished")
     assert "photos, all: not run: cifar10 is not in" in out
     assert accuracies(folder)["local", "photos, all"] == (of_photos[0], "")
@@ -405,12 +407,14 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
     assert "data.path" in refused(capsys, "table", *words, *other, "--column", "photos", "--out", folder)
 
 
-# Going on
+# Resuming
 
 
-def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path, told: Told) -> None:
+def test_two_parts_make_the_whole_table(
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
+) -> None:
     folder = tmp_path / "out"
-    out = told(folder, *words, "--part", "1/2")
+    out = finish(folder, *words, "--part", "1/2")
     assert begun(out) == [1, 3]
     assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
     markdown = (folder / "table.md").read_text()
@@ -422,15 +426,15 @@ def test_two_parts_make_the_whole(words: list[str], whole: Path, tmp_path: Path,
     assert out.splitlines()[-1] == PARTS_LEFT
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
-    out = told(folder, *words, "--part=2/2")
+    out = finish(folder, *words, "--part=2/2")
     assert "missing" not in out
     assert begun(out) == [2, 4]
     assert before.items() <= files(folder).items()
     assert [row | SPEEDS for row in figures(folder)] == [row | SPEEDS for row in figures(whole)]
 
 
-def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
-    words: list[str], whole: Path, tmp_path: Path, told: Told
+def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
 ) -> None:
     def start(part: str) -> int:
         return forked(lambda: table(tmp_path, *words, "--quiet", "--part", part))
@@ -438,7 +442,7 @@ def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
     children = [start("1/2"), start("2/2")]
     assert [os.waitpid(child, 0)[1] for child in children] == [FINISHED] * 2
     before = files(tmp_path)
-    out = told(tmp_path, *words)
+    out = finish(tmp_path, *words)
     title = f"# Two methods on digits ({changed(words)})"
     assert out.startswith(f"4 of 4 cells are finished, in {tmp_path}\n\n{title}\n\nSeeds 0, 1;")
     assert "cell 1/4" not in out
@@ -449,7 +453,7 @@ def test_parts_run_at_the_same_time_and_the_whole_command_then_does_nothing(
         assert not differing(whole / name, tmp_path / name)
 
 
-def test_a_cell_that_fails_does_not_lose_the_others(
+def test_a_table_with_a_failed_cell_finishes_the_other_cells(
     words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, damaged = copied, copied / "fedavg-s0"
@@ -463,10 +467,10 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     assert f"  fedavg seed 0, in {damaged}\n" in out
     assert not list(copied.glob(".*.running"))
     warning, error = err.splitlines()
-    told = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
-    assert warning.startswith(f"hpcfl: warning: {told}")
+    cell = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
+    assert warning.startswith(f"hpcfl: warning: {cell}")
     assert warning.endswith("; continuing with the other cells")
-    assert error.startswith(f"hpcfl: error: {told}")
+    assert error.startswith(f"hpcfl: error: {cell}")
     assert [row["seeds"] for row in figures(folder)] == ["1", "2"]
     shutil.rmtree(damaged)
     assert table(folder, *words, "--quiet") == FINISHED
@@ -482,7 +486,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
     monkeypatch.setattr(METHODS["fedavg"], "aggregate", raise_it)
 
 
-def test_a_cell_without_memory_does_not_lose_the_others(
+def test_a_table_with_a_cell_out_of_memory_finishes_the_other_cells(
     words: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raising(monkeypatch, MemoryError())
@@ -501,12 +505,12 @@ def test_a_cell_without_memory_does_not_lose_the_others(
         (ForcedStop(signal.SIGTERM), [1, 4]),
     ],
 )
-def test_a_cell_whose_run_died_is_the_last_and_one_that_something_else_ended_the_next(
+def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
     words: list[str],
     half: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    told: Told,
+    finish: Finish,
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
     order: list[int],
@@ -517,13 +521,13 @@ def test_a_cell_whose_run_died_is_the_last_and_one_that_something_else_ended_the
         table(half, *words)
     assert begun(capsys.readouterr().out) == [1]
     assert (tmp_path / "cell").read_text() == f"{half / 'fedavg-s0'}\n"
-    assert begun(told(half, *words)) == order
+    assert begun(finish(half, *words)) == order
     assert not list(half.glob(".*.running"))
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
 
 
-def test_stopped_at_every_round_boundary(
+def test_a_table_stopped_after_any_round_is_resumed(
     words: list[str],
     whole: Path,
     tmp_path: Path,
@@ -541,7 +545,7 @@ def test_stopped_at_every_round_boundary(
 
 
 def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path, told: Told
+    words: list[str], whole: Path, tmp_path: Path, finish: Finish
 ) -> None:
     folder = tmp_path / "out"
 
@@ -559,14 +563,12 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
     # the cell that was stopped is gone on with first
-    assert begun(told(folder, *words)) == [2, 3, 4]
+    assert begun(finish(folder, *words)) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
 
-def test_cells_without_their_last_files_are_run_to_their_ends(
-    words: list[str], whole: Path, copied: Path
-) -> None:
+def test_cells_that_lack_their_last_files_are_resumed(words: list[str], whole: Path, copied: Path) -> None:
     (copied / "fedavg-s0" / "clients.csv").unlink()
     # as a run leaves it that is killed before its last evaluation
     metrics = copied / "fedavg-s1" / "metrics.csv"
@@ -579,7 +581,7 @@ def test_cells_without_their_last_files_are_run_to_their_ends(
     assert before.items() <= files(copied).items()
 
 
-def test_more_rounds_go_on_and_quiet_prints_nothing(
+def test_a_table_with_more_rounds_is_resumed_and_quiet_prints_nothing(
     words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table(copied, *words, "train.rounds=4", "--quiet") == FINISHED
@@ -590,8 +592,8 @@ def test_more_rounds_go_on_and_quiet_prints_nothing(
     assert not differing(tmp_path / "alone", copied / "fedavg-s0")
 
 
-def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], told: Told
+def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
 ) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
@@ -602,7 +604,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
-    assert told(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
+    assert finish(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
     assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
     olds = sorted(path.name for path in copied.glob("*.old*"))
@@ -617,7 +619,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ("{lr: 0.05}", "{lrate: 0.05}", "row 1 (fedavg): train.lrate=0.05 is an unknown key"),
         ("lr: 0.1}", "lrate: 0.1}", "(HeurpFedLA, k = 2): train.lrate=0.1 is an unknown key"),
@@ -638,20 +640,20 @@ def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
         ("[0, 1]", "[0, 1", "is not YAML"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+def test_a_mistake_in_the_file_is_reported_before_the_first_run(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, expected: str
 ) -> None:
     assert TABLE.count(old) == 1
     path = tmp_path / "mistaken.yaml"
     path.write_text(TABLE.replace(old, new))
     message = refused(capsys, "table", str(path), *words[1:], "--out", tmp_path / "out")
     assert str(path) in message
-    assert said in message
+    assert expected in message
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "expected"),
     [
         (["--part", "0/2"], "--part 0/2 is invalid; give K/N with K from 1 to N"),
         (["--part", "3/2"], "--part 3/2 is invalid"),
@@ -669,23 +671,23 @@ def test_a_mistake_is_told_before_anything_starts(
         (["other.yaml"], "more than one configuration file"),
     ],
 )
-def test_a_mistake_on_the_command_line(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+def test_a_mistake_on_the_command_line_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
 ) -> None:
-    assert said in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
+    assert expected in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, said in (
+    for word, expected in (
         ("train.lr=1", "give a table file, such as "),
         ("none.yaml", "none.yaml: No such file"),
     ):
-        assert said in refused(capsys, "table", word, "--out", tmp_path / "out")
+        assert expected in refused(capsys, "table", word, "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cell_that_something_else_lies_in_is_refused(
+def test_a_cell_folder_of_something_else_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
@@ -712,7 +714,7 @@ def test_three_ranks_make_the_same_table(
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
 
 
-def test_three_ranks_plan_once_and_are_refused_once(
+def test_three_ranks_print_a_plan_and_a_refusal_once(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     chain = tmp_path / "chain.yaml"
@@ -738,7 +740,9 @@ def test_three_ranks_plan_once_and_are_refused_once(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.yaml", "codes"]
 
 
-def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
+def test_ranks_stop_together_and_resume(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
+) -> None:
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--part", "1/4", "--out", tmp_path / "out"]
     end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
     stopped = mpirun(2, *command, check=False, env=end)

@@ -1,4 +1,4 @@
-"""Convolutions as unfolded images and products are those of torch, one by one and of many clients at once."""
+"""Convolutions as unfolded images and products equal those of torch, for one client and for many at once."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from hpcfl.training.engines import BatchedEngine
         nn.Conv2d(4, 2, 1),
     ],
 )
-def test_an_unfolded_convolution_is_a_convolution(convolution: nn.Conv2d) -> None:
+def test_an_unfolded_convolution_equals_a_convolution(convolution: nn.Conv2d) -> None:
     convolution = copy.deepcopy(convolution).double()
-    twin = with_convolutions(convolution, "unfold")
-    assert type(twin) is UnfoldedConv2d
+    reference = with_convolutions(convolution, "unfold")
+    assert type(reference) is UnfoldedConv2d
     assert type(convolution) is nn.Conv2d
     x = torch.randn(2, convolution.in_channels, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(twin(x), convolution(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(reference(x), convolution(x), rtol=0, atol=1e-12)
     # of two clients at once, with weights of their own
-    weights = {name: torch.stack([own, 1 - own]) for name, own in twin.named_parameters()}
-    together = torch.vmap(lambda own: functional_call(twin, own, x))(weights)
+    weights = {name: torch.stack([own, 1 - own]) for name, own in reference.named_parameters()}
+    together = torch.vmap(lambda own: functional_call(reference, own, x))(weights)
     for client in range(2):
         alone = functional_call(convolution, {name: rows[client] for name, rows in weights.items()}, x)
         torch.testing.assert_close(together[client], alone, rtol=0, atol=1e-12)
 
 
-def test_what_unfold_does_not_cover_stays() -> None:
+def test_convolutions_that_unfold_does_not_support_are_unchanged() -> None:
     network = nn.Sequential(
         nn.Conv2d(4, 4, 3, groups=2),
         nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
@@ -54,7 +54,7 @@ def test_what_unfold_does_not_cover_stays() -> None:
     assert with_convolutions(network, "grouped") is network
 
 
-def test_a_local_round_is_the_same_by_either_way() -> None:
+def test_a_local_round_is_the_same_with_either_convolution() -> None:
     network = make_network(batchnorm=True).double()
     train = TrainConfig(batch_size=8, local_epochs=1, lr=1e-3)
     theta, buffers = spread(network, 2)
@@ -68,7 +68,7 @@ def test_a_local_round_is_the_same_by_either_way() -> None:
     assert (ends[0][0] - theta).abs().max() > 1e-4
 
 
-def test_a_run_convolves_as_its_key_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_uses_the_convolutions_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[type]] = []
     gradient = BatchedEngine.gradient
 

@@ -86,7 +86,7 @@ def assert_alike(one: Run, other: Run, **tolerance: float) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_two_rounds_in_float64(
+def test_two_rounds_in_float64_equal_those_on_a_cpu(
     settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
 ) -> None:
     assert_alike(on_gpu(settings, case, engine), on_cpu(case), rtol=1e-7, atol=1e-9)
@@ -95,7 +95,9 @@ def test_two_rounds_in_float64(
 @pytest.mark.warns
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
-def test_one_step_in_float32(settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str) -> None:
+def test_one_step_in_float32_equals_that_on_a_cpu(
+    settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
+) -> None:
     one_step = ("train.rounds=1", "train.batch_size=1000", "train.participation=1")
     assert_alike(on_gpu(settings, case, engine, *one_step), on_cpu(case, *one_step), rtol=1e-4, atol=1e-5)
 
@@ -103,14 +105,14 @@ def test_one_step_in_float32(settings: list[str], on_cpu: Callable[..., Run], ca
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", ["ditto", "moon", "heurpfedla"])
 @pytest.mark.usefixtures("double")
-def test_state_on_the_host_in_float64(
+def test_state_on_the_host_gives_the_same_float64_numbers(
     settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
 ) -> None:
     assert_alike(on_gpu(settings, case, engine, "run.state=host"), on_cpu(case), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_waits_between_two_steps(
+def test_the_gpu_does_not_wait_between_two_steps(
     settings: list[str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = ClientGroup.batches
@@ -164,7 +166,7 @@ def test_a_run_is_resumed(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_take_turns_at_the_gpus_there_are(
+def test_ranks_are_distributed_over_the_gpus(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, ranks: int
 ) -> None:
     keys = [*settings, "method.name=fedavg", "run.device=cuda", "run.engine=batched"]
@@ -175,7 +177,7 @@ def test_ranks_take_turns_at_the_gpus_there_are(
     assert devices == ["cpu", *(f"cuda:{worker % gpus}" for worker in range(ranks - 1))]
 
 
-def test_out_of_memory_is_told(tmp_path: Path) -> None:
+def test_a_gpu_out_of_memory_is_reported(tmp_path: Path) -> None:
     keys = [*SMALL, "run.device=cuda", "--out", str(tmp_path / "run")]
     code = f"""
 import sys, torch
@@ -189,7 +191,7 @@ sys.exit(main({keys}))
     assert "Traceback" not in done.stderr
 
 
-def test_clients_at_once_come_from_free_memory() -> None:
+def test_clients_at_once_follow_from_free_memory() -> None:
     run = Run("method.name=fedavg", "run.device=cuda", "run.engine=batched")
     assert run.workplace.engine.clients_at_once == 4
     assert run.simulation._experiment.engine_name == "batched by 4"

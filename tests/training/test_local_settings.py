@@ -1,4 +1,4 @@
-"""Local training beyond plain SGD: which methods take it, and what refuses it.
+"""Local training beyond plain SGD: which methods support it, and which refuse it.
 
 The numbers are compared with torch's in the tests of methods, with `ADAM` of by_hand.py.
 """
@@ -46,7 +46,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
+def test_defaults_written_out_do_not_change_the_run_name(key: str) -> None:
     plain = load_config(None, ["method.name=fedavg"])
     assert getattr(plain.train, key) is None
     for spelling in SPELLINGS.get(key, []):
@@ -137,7 +137,7 @@ def with_settings_of(method: str, *changed: str) -> Run:
         if key not in METHODS[name].traits.refuses
     ],
 )
-def test_every_method_trains_with_it_or_refuses_it(method: str, key: str) -> None:
+def test_every_method_trains_with_local_settings_or_refuses_them(method: str, key: str) -> None:
     plain = with_settings_of(method)
     changed = with_settings_of(method, f"train.{key}={KEYS[key]}".replace("'", ""))
     assert any(
@@ -168,7 +168,7 @@ REFUSALS = [(name, key) for name, method in METHODS.items() for key in method.tr
 
 
 @pytest.mark.parametrize(("method", "key"), REFUSALS)
-def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
+def test_a_method_names_the_settings_that_it_does_not_support(method: str, key: str) -> None:
     value = {"momentum": 0.5, **KEYS}[key]
     words = [f"method.name={method}", f"train.{key}={value}".replace("'", "")]
     with pytest.raises(UserError, match=rf"^train\.{key}=.* does not go with .*{method}, wh.*; allowed: "):

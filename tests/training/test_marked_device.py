@@ -1,4 +1,4 @@
-"""Whole runs on a marked device: every tensor on its side, and no wait of host and device between two steps.
+"""Whole runs on a marked device: every tensor on its device, and no wait between two steps.
 
 See marked_device.py. Tests with a GPU are those of test_gpu.py.
 """
@@ -88,7 +88,9 @@ class Forgetful(FedAvg):
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_a_mistake_in_a_method_is_found(marked: Marked, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+def test_a_device_mistake_in_a_method_is_found(
+    marked: Marked, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     for place in ("step", "end"):
         monkeypatch.setattr(Forgetful, "place", place)
         with pytest.raises(MixedDevicesError):
@@ -103,7 +105,7 @@ def test_a_mistake_in_a_method_is_found(marked: Marked, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("unit", ["client", "sample"])
 @pytest.mark.usefixtures("marked")
-def test_with_privacy_and_unequal_work_every_tensor_is_on_its_side(unit: str, engine: str) -> None:
+def test_with_privacy_and_unequal_work_every_tensor_is_on_its_device(unit: str, engine: str) -> None:
     private = [f"privacy.unit={unit}", "privacy.clip=1", "privacy.noise=1", "model.name=mlp"]
     unequal = ["clients.local_epochs=[1,2]", "clients.batch_size=[4,8]"]
     Run("method.name=fedper", "train.rounds=1", *private, *unequal, f"run.engine={engine}")
@@ -232,7 +234,7 @@ LOOPED = ("fedavg", "fedem", "fedmn")
     ("case", "engine"),
     [*((case, "batched") for case in (*DIFFERENT, *VARIANTS)), *((case, "loop") for case in LOOPED)],
 )
-def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
+def test_a_run_does_not_mix_devices_and_does_not_wait_between_steps(
     settings: list[str],
     stops_between_steps: list[int],
     crossings: list[Crossed],
@@ -258,7 +260,7 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("state", ["device", "host"])
-def test_what_keeps_state_on_the_host_brings_it_in_every_round(
+def test_state_on_the_host_is_transferred_in_every_round(
     crossings: list[Crossed], state: str, engine: str
 ) -> None:
     """Three rounds of two of four clients; each reads its model and writes it, an evaluation reads all."""
@@ -280,10 +282,10 @@ STOPPED_CASES = {
 
 @pytest.mark.usefixtures("workers_there")
 @pytest.mark.parametrize("case", STOPPED_CASES)
-def test_a_run_that_is_resumed_there_has_the_bits_of_a_run_here(
+def test_a_run_resumed_on_the_device_has_the_bits_of_a_run_on_the_cpu(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
-    """The run keeps its state on the host before it is stopped, and on the device when it goes on."""
+    """The run keeps its state on the host before it is stopped, and on the device after it is resumed."""
     keys = [*settings, *STOPPED_CASES[case], "run.engine=batched", "model.batchnorm=false"]
     with monkeypatch.context() as on_cpu:
         on_cpu.setattr(Communicator, "device", lambda *_: CPU)
@@ -316,7 +318,7 @@ def place_of(sizes: list[int], **keys: float) -> tuple[WorkerContext, Tensor, Te
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [13, 8, 3]])
 def test_a_local_round_begins_and_ends_with_one_transfer(marked: Marked, sizes: list[int]) -> None:
-    """The order of samples goes to the device; losses and what says who has diverged come back together."""
+    """The order of samples goes to the device; losses and flags of divergence are returned together."""
     place, theta, buffers = place_of(sizes)
     clients = ClientGroup(place, range(3), 0)
     clients.replace_buffers(buffers)

@@ -1,4 +1,4 @@
-"""Metrics of a client's predictions are scikit-learn's, also where a client lacks classes."""
+"""Metrics of a client's predictions equal scikit-learn's, even if a client lacks classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true:UserWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_scikit_learn_s(case: str) -> None:
+def test_metrics_equal_scikit_learn_s(case: str) -> None:
     probabilities, y = CASES[case]
     predicted, top, classes = (
         *(probabilities.argmax(axis=1), probabilities.max(axis=1)),
@@ -61,7 +61,7 @@ def test_a_calibration_error_by_hand() -> None:
     assert found == pytest.approx((abs(1 - 0.8 - 0.79) + abs(1 - 0.9) + abs(0 - 0.6)) / 4)
 
 
-def test_without_a_probability_there_is_no_area_and_no_calibration() -> None:
+def test_auc_and_calibration_need_probabilities() -> None:
     probabilities = np.array([[0.8, 0.2], [np.nan, np.nan], [0.1, 0.9]])
     recall, f1, area, error = metrics_of(probabilities, np.array([0, 0, 1]))
     assert (recall, f1) == (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Squared gradients of single samples are those that autograd gives for each sample alone."""
+"""Squared gradients of single samples equal those of autograd for each sample alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sampled(network: nn.Module, side: int = 8) -> tuple[nn.Module, Tensor, Tenso
 
 
 @pytest.mark.parametrize("name", [*BY_LAYER, *ONE_BY_ONE])
-def test_squared_gradients_are_those_of_each_sample_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squared_gradients_equal_those_of_single_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name], side=16 if name == "convolutions" else 8)
     if name in BY_LAYER:
         monkeypatch.setattr(sample_gradients, "_one_by_one", None)
@@ -76,7 +76,7 @@ def test_squared_gradients_are_those_of_each_sample_alone(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["convolutions, BatchNorm", "in groups"])
-def test_samples_may_come_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_may_be_given_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name])
     whole = squared_gradients(network, x, y)
     monkeypatch.setattr(sample_gradients, "SAMPLES_AT_ONCE", 3)
@@ -84,7 +84,7 @@ def test_samples_may_come_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(squared_gradients(network, x, y), whole, rtol=1e-12, atol=0)
 
 
-def test_no_hook_stays_behind() -> None:
+def test_hooks_are_removed_afterwards() -> None:
     network, x, y = sampled(BY_LAYER["linear"])
     squared_gradients(network, x, y)
     assert not any(module._forward_hooks for module in network.modules())

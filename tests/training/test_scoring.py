@@ -1,4 +1,4 @@
-"""Scores of many clients at once are those of one client after the other."""
+"""Scores of many clients at once equal those of one client after the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_by_one(clients: ClientGroup, model: Message) -> Tensor:
 
 @pytest.mark.parametrize("samples_at_once", [2048, 5])
 @pytest.mark.parametrize("batchnorm", [False, True])
-def test_shared_and_own_models(
+def test_shared_and_own_models_are_scored(
     batchnorm: bool, samples_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "SAMPLES_AT_ONCE", samples_at_once)
@@ -58,7 +58,7 @@ def test_shared_and_own_models(
     assert ClientGroup(place, range(4), 0).scores(own, "train") is None
 
 
-def test_a_diverged_client_spoils_no_other() -> None:
+def test_a_diverged_client_does_not_change_the_scores_of_others() -> None:
     network = make_network()
     place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
     scorer = BatchedScorer(network, ParameterLayout(network))
@@ -70,7 +70,7 @@ def test_a_diverged_client_spoils_no_other() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "local", "fedem", "fedrod"])
-def test_an_evaluation_of_the_batched_engine(method: str) -> None:
+def test_the_batched_engine_evaluates_like_the_loop_engine(method: str) -> None:
     keys = [*UNEQUAL, f"method.name={method}", "model.batchnorm=true", "train.rounds=1"]
     run = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
     experiment = run.simulation._experiment

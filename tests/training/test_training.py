@@ -1,4 +1,4 @@
-"""Local training: both engines against each other; the clients' state."""
+"""Local training: both engines agree; the state of clients."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_epoch_is_cut_evenly_or_its_last_mini_batch_is_dropped_or_kept() -> N
     assert minibatches(10, 4) == minibatches(10, 4, "even")
 
 
-def test_no_mini_batch_is_a_sample_alone_beside_others() -> None:
+def test_a_mini_batch_has_one_sample_only_if_the_client_has_one() -> None:
     assert [cut(9, 4, kind) for kind in KINDS] == [[3, 3, 3], [4, 4], [4, 5]]
     assert [cut(5, 4, kind) for kind in KINDS] == [[3, 2], [4], [5]]
     assert [cut(5, 2, kind) for kind in KINDS] == [[3, 2], [2, 2], [2, 3]]
@@ -131,7 +131,7 @@ OF_SIZES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batched", [False, True])
-def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind: LastBatch) -> None:
+def test_batches_permute_each_client_by_its_own_stream(batched: bool, kind: LastBatch) -> None:
     train = settings().model_copy(update={"last_batch": kind})
     place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
@@ -151,7 +151,7 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_steps_are_so_many_mini_batches_of_every_client_over_as_many_passes_as_it_takes(
+def test_a_number_of_steps_takes_as_many_passes_over_the_samples_as_needed(
     batched: bool,
 ) -> None:
     place = make_place(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
@@ -202,7 +202,7 @@ def test_batches_go_through_given_samples_only() -> None:
         (1.0, (1, 0), list(SIZES)),
     ],
 )
-def test_clients_divide_their_samples_by_a_stream_of_their_own(
+def test_clients_divide_their_samples_by_their_own_streams(
     share: float, fewest: tuple[int, int], sizes: list[int]
 ) -> None:
     place = make_place(make_network(), SIZES, settings())
@@ -222,7 +222,7 @@ def test_clients_divide_their_samples_by_a_stream_of_their_own(
         assert not torch.equal(torch.cat([other[0][0], other[1][0]]), torch.cat([first[0], rest[0]]))
 
 
-def test_a_table_of_samples_is_picked_from_by_client_and_sample() -> None:
+def test_a_table_of_samples_is_indexed_by_client_and_sample() -> None:
     table = torch.arange(3 * 13 * 2).view(3, 13, 2)
     index = torch.tensor([[12, 0, 5], [3, 3, 1]])
     some = Batch(torch.tensor([2, 0]), torch.empty(2, 3), torch.empty(2, 3), index)
@@ -231,7 +231,7 @@ def test_a_table_of_samples_is_picked_from_by_client_and_sample() -> None:
     assert everyone.pick(table[:2, :, 0]).tolist() == [[24, 0, 10], [32, 32, 28]]
 
 
-def test_a_forward_pass_over_the_training_set_finds_its_rows_in_every_mini_batch() -> None:
+def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
     network = make_network(batchnorm=True)
     place = make_place(network, SIZES, settings(), clients_at_once=5)
     theta, buffers = spread(network, 5)
@@ -240,12 +240,12 @@ def test_a_forward_pass_over_the_training_set_finds_its_rows_in_every_mini_batch
     model = {"theta": theta, "buffers": buffers}
     table = clients.over_training_set(model, sample_losses)
     assert table.shape == (5, 13)
-    layout, twin = ParameterLayout(network), copy.deepcopy(network).eval()
+    layout, reference = ParameterLayout(network), copy.deepcopy(network).eval()
     for client, size in enumerate(SIZES):
         x, y = place.shard.samples("train", client)
         state = layout.views(theta[client]) | layout.buffer_views(buffers[client])
-        twin.load_state_dict(state, strict=False)
-        expected = cross_entropy(twin(x), y, reduction="none").detach()
+        reference.load_state_dict(state, strict=False)
+        expected = cross_entropy(reference(x), y, reduction="none").detach()
         torch.testing.assert_close(table[client, :size], expected, rtol=1e-5, atol=1e-6)
         assert table[client, size:].count_nonzero() == 0
     assert torch.equal(buffers, kept)
@@ -261,7 +261,7 @@ def test_a_forward_pass_over_the_training_set_finds_its_rows_in_every_mini_batch
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
+def test_running_statistics_are_restored_after_discarded_updates(batched: bool) -> None:
     network = make_network(batchnorm=True)
     place = make_place(network, [8, 7], settings(), clients_at_once=2 if batched else None)
     theta, buffers = spread(network, 2)
@@ -310,7 +310,7 @@ def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, keys: dic
     assert batched.steps.tolist() == loop[2].tolist() == [12, 9, 6, 3, 3]
 
 
-def test_engines_agree_in_float64_on_a_network_of_torchvision() -> None:
+def test_engines_agree_in_float64_on_a_torchvision_network() -> None:
     # smaller images or batches make BatchNorm divide by next to nothing, and rounding grows in every layer
     network = make_network("mobilenetv2", side=32).double()
     theta, buffers = spread(network, 2)
@@ -366,7 +366,7 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_gradient_stays_as_it_is_when_the_next_one_is_computed(batched: bool) -> None:
+def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> None:
     network = make_network()
     place = make_place(network, [8], settings(), clients_at_once=1 if batched else None)
     clients = everyone(place, buffers=torch.empty(1, 0))
@@ -401,17 +401,17 @@ def test_bfloat16_rounds_products_and_nothing_else(general: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ([], "train.precision=bfloat16: this processor has neither AVX-512 BF16 nor AMX"),
         (["run.engine=batched"], "train.precision=bfloat16 is for the loop engine on a CPU"),
     ],
 )
 def test_bfloat16_is_refused_where_it_does_not_pay(
-    keys: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    keys: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validate, "has_bfloat16", lambda: False)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), Communicator())
 
 
@@ -421,11 +421,11 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
     engine = LoopEngine(network, layout)
     theta, _ = spread(network, 1)
     buffers = torch.rand(1, layout.buffer_size) + 0.5
-    twin = copy.deepcopy(network).eval()
-    twin.load_state_dict(layout.views(theta[0]) | layout.buffer_views(buffers[0]), strict=False)
+    reference = copy.deepcopy(network).eval()
+    reference.load_state_dict(layout.views(theta[0]) | layout.buffer_views(buffers[0]), strict=False)
     x, kept = torch.randn(1100, 1, 8, 8), buffers.clone()
     found = engine.outputs(theta[0], buffers[0], class_probabilities, x)
-    torch.testing.assert_close(found, twin(x).softmax(dim=1).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, reference(x).softmax(dim=1).detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(buffers, kept)
     # training mode is back
     y = torch.zeros(1, 6, dtype=torch.int64)
@@ -477,7 +477,7 @@ def test_an_extra_gradient_is_added_to_the_losss() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_training_leaves_its_input_as_it_was_and_counts_steps_and_losses(batched: bool) -> None:
+def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched: bool) -> None:
     network = make_network()
     place = make_place(network, [8, 3], settings(), clients_at_once=2 if batched else None)
     theta, _ = spread(network, 2)
@@ -505,7 +505,7 @@ def test_the_step_size_decays_by_round() -> None:
 # State
 
 
-def test_writes_to_state_stay_with_the_group_until_commit() -> None:
+def test_writes_to_state_stay_in_the_group_until_commit() -> None:
     state = {"theta": torch.zeros(4, 2), "seen": torch.zeros(4, dtype=torch.int64)}
     place = make_place(make_network(), [2, 2, 2, 2], settings(), state=state)
     clients = ClientGroup(place, [1, 3], 0)

@@ -1,4 +1,4 @@
-"""The package's rooms: imports go down the list and not in circles, and some libraries have one door each."""
+"""Layers of the package: imports are from lower layers, without cycles; some libraries have few importers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processes import REPOSITORY
 
 PACKAGE = REPOSITORY / "hpcfl"
 
-ROOMS = [
+LAYERS = [
     ["__main__"],
     ["api", "main"],
     ["commands"],
@@ -33,10 +33,10 @@ ROOMS = [
     ["randomness"],
     ["errors", "formatting", "machine"],
 ]
-"""From the top; a room imports from those below it and from itself, not from those beside it."""
+"""From the top; a part imports from lower layers and from itself, not from others of its layer."""
 
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-DOORS = {
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+IMPORTERS = {
     "mpi4py": ["communication/communicator.py"],
     "h5py": ["storage/hdf5.py"],
     "matplotlib": ["tables/drawing.py"],
@@ -48,7 +48,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @cache
 def imported(path: Path) -> list[str]:
-    """Return the modules that a file imports, wherever in it."""
+    """Return the modules that a file imports, at its top or inside functions."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -59,17 +59,17 @@ def imported(path: Path) -> list[str]:
     return found
 
 
-def room_of(path: Path) -> str:
+def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_every_file_has_a_room() -> None:
-    assert {room_of(path) for path in FILES} == {*LEVEL, "__init__"}
+def test_every_file_is_in_a_layer() -> None:
+    assert {part_of(path) for path in FILES} == {*LEVEL, "__init__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    own = room_of(path)
+def test_imports_are_from_lower_layers(path: Path) -> None:
+    own = part_of(path)
     if own == "__init__":
         return
     for module in imported(path):
@@ -79,22 +79,22 @@ def test_imports_go_down(path: Path) -> None:
             assert other == own or LEVEL[other] > LEVEL[own], f"{own} imports {module}"
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_no_file_imports_itself_through_others() -> None:
     names = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in FILES}
     # raises CycleError, which names the files
     TopologicalSorter({name: names.keys() & set(imported(path)) for name, path in names.items()}).prepare()
 
 
-def test_a_whole_config_ends_in_set_up_and_in_the_run_folder() -> None:
+def test_only_set_up_and_the_run_folder_take_the_whole_configuration() -> None:
     """Below set-up, and in rounds, functions take the group of keys that they use."""
-    below = {room for room, level in LEVEL.items() if level > LEVEL["setup"]}
-    rooms = below - {"config", "registries"} | {"simulation"}
+    below = {part for part, level in LEVEL.items() if level > LEVEL["setup"]}
+    parts = below - {"config", "registries"} | {"simulation"}
     takers = [path for path in FILES if "hpcfl.config.keys.Config" in imported(path)]
-    found = [str(path.relative_to(PACKAGE)) for path in takers if room_of(path) in rooms]
+    found = [str(path.relative_to(PACKAGE)) for path in takers if part_of(path) in parts]
     assert found == ["storage/runfolder.py"]
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_a_library_has_its_doors(library: str) -> None:
+@pytest.mark.parametrize("library", IMPORTERS)
+def test_a_library_is_imported_only_by_its_files(library: str) -> None:
     found = [path for path in FILES if any(module.partition(".")[0] == library for module in imported(path))]
-    assert [str(path.relative_to(PACKAGE)) for path in found] == DOORS[library]
+    assert [str(path.relative_to(PACKAGE)) for path in found] == IMPORTERS[library]

@@ -1,6 +1,6 @@
-"""Faults that strike a run at a counted call of a point in it: at the same moment each time.
+"""Inject a fault into a run at a counted call of a function: at the same moment each time.
 
-python tests/helpers/strikes.py '{"fault": "kill", "point": "gather", "count": 40, "rank": 1}' HPCFL_ARGUMENTS
+python tests/helpers/inject_fault.py '{"kind": "kill", "point": "gather", "count": 40, "rank": 1}' ARGUMENTS
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ POINTS: dict[str, tuple[Any, str]] = {
     "rename": (os, "replace"),
     "csv": (Ledger, "append_files"),
 }
-"""Where a fault can strike: a mini-batch, a message, datasets of a checkpoint, and what makes files last."""
+"""Where a fault can occur: a mini-batch, a message, datasets of a checkpoint, and writes to disk."""
 
-STANDS_S = 600
+SLEEP_S = 600
 
 
 @dataclass(frozen=True)
-class Strike:
-    """What strikes, at which call of a point counted from 1, and on which rank."""
+class Fault:
+    """What happens, at which call of a point (counted from 1), and on which rank."""
 
-    fault: str
+    kind: str
     point: str
     count: int
     rank: int = 0
     after: bool = False
-    """Whether the call that is struck has done its work."""
+    """Whether the fault occurs after the call, not before it."""
     above: int = 0
     """The process that started the launcher, for the faults that kill launchers."""
     mark: str = ""
-    """File to make when it strikes."""
+    """File to create when the fault occurs."""
 
     def words(self) -> list[str]:
-        """Return the command that takes the arguments of a run that is struck."""
+        """Return the command that runs hpcfl with this fault; the arguments of the run follow."""
         return [str(Path(__file__)), json.dumps(asdict(self))]
 
-    def prepare(self) -> None:
-        """Have this process struck."""
+    def inject(self) -> None:
+        """Let the fault occur in this process."""
         owner, name = POINTS[self.point]
         real: Callable[..., Any] = getattr(owner, name)
         calls = 0
@@ -67,22 +67,22 @@ class Strike:
             nonlocal calls
             calls += 1
             if calls == self.count and not self.after:
-                self._strike()
-            found = real(*arguments, **named)
+                self._occur()
+            result = real(*arguments, **named)
             if calls == self.count and self.after:
-                self._strike()
-            return found
+                self._occur()
+            return result
 
         setattr(owner, name, counted)
 
-    def _strike(self) -> None:
+    def _occur(self) -> None:
         if self.mark:
             Path(self.mark).touch()
-        FAULTS[self.fault](self)
+        KINDS[self.kind](self)
 
 
 def launchers(below: int) -> list[int]:
-    """Return the processes between this one and the one that started the launcher, from the top."""
+    """Return the processes between this one and the one that started the launcher, topmost first."""
     found: list[int] = []
     pid = os.getppid()
     while pid not in (below, 1):
@@ -91,38 +91,38 @@ def launchers(below: int) -> list[int]:
     return found
 
 
-def kill(strike: Strike) -> None:
+def kill(fault: Fault) -> None:
     """SIGKILL, as by the kernel's out-of-memory killer."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_mpirun(strike: Strike) -> None:
-    os.kill(launchers(strike.above)[0], signal.SIGKILL)
-    time.sleep(STANDS_S)
+def kill_mpirun(fault: Fault) -> None:
+    os.kill(launchers(fault.above)[0], signal.SIGKILL)
+    time.sleep(SLEEP_S)
 
 
-def kill_launchers(strike: Strike) -> None:
-    """SIGKILL of mpirun and of what acts for it on this node."""
-    for pid in launchers(strike.above):
+def kill_launchers(fault: Fault) -> None:
+    """SIGKILL of mpirun and of its helper processes on this node."""
+    for pid in launchers(fault.above):
         os.kill(pid, signal.SIGKILL)
-    time.sleep(STANDS_S)
+    time.sleep(SLEEP_S)
 
 
-def stop(strike: Strike) -> None:
+def stop(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stand(strike: Strike) -> None:
-    """Do nothing for long, but take signals."""
-    time.sleep(STANDS_S)
+def sleep(fault: Fault) -> None:
+    """Sleep for long, but handle signals."""
+    time.sleep(SLEEP_S)
 
 
-def no_memory_for_torch(strike: Strike) -> None:
+def no_memory_for_torch(fault: Fault) -> None:
     _leave_memory(2**24)
     torch.empty(2**26)
 
 
-def no_memory_for_numpy(strike: Strike) -> None:
+def no_memory_for_numpy(fault: Fault) -> None:
     _leave_memory(2**24)
     np.empty(2**26)
 
@@ -133,15 +133,15 @@ def _leave_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-FAULTS: dict[str, Callable[[Strike], None]] = {
+KINDS: dict[str, Callable[[Fault], None]] = {
     function.__name__: function
-    for function in (kill, kill_mpirun, kill_launchers, stop, stand, no_memory_for_torch, no_memory_for_numpy)
+    for function in (kill, kill_mpirun, kill_launchers, stop, sleep, no_memory_for_torch, no_memory_for_numpy)
 }
 
 
 if __name__ == "__main__":
     own = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
-    coming = Strike(**json.loads(sys.argv[1]))
-    if coming.rank == int(own):
-        coming.prepare()
+    fault = Fault(**json.loads(sys.argv[1]))
+    if fault.rank == int(own):
+        fault.inject()
     sys.exit(main(sys.argv[2:]))

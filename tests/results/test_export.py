@@ -1,4 +1,4 @@
-"""What is taken out of a run works without hpcfl and says what the run said, to the sample."""
+"""Exported models work without hpcfl, and predict every sample as the run did."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def place(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_exported_models_score_the_same_where_there_is_no_hpcfl(place: Place, tmp_path: Path) -> None:
+def test_exported_models_have_the_same_accuracy_without_hpcfl(place: Place, tmp_path: Path) -> None:
     """Those of all methods whose networks are not the configured one, of two others and an own model."""
     own_networks = [
         name
@@ -94,7 +94,7 @@ print(json.dumps(found))
     assert json.loads(done.stdout) == expected
 
 
-def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path: Path) -> None:
+def test_the_recipe_is_written_beside_the_tensors_and_inside_them(place: Place, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     run = place.run("fedem")
     run.export(2, tmp_path)
@@ -120,7 +120,7 @@ def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path
     assert torch.equal(weights["weights"], run.models.saved(2)["weights"])
 
 
-def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) -> None:
+def test_the_global_model_is_the_one_that_fedavg_scores(place: Place, tmp_path: Path) -> None:
     run = place.run("fedavg")
     assert [right(run.predict("global", x), y) for x, y in raw_tests(run)] == right_of_run(run)
     files = run.export("global", tmp_path / "a.pt")
@@ -130,7 +130,7 @@ def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) ->
     assert all(torch.equal(weights[name], tensor) for name, tensor in run.model(0).items())
 
 
-def test_who_has_a_global_model(place: Place) -> None:
+def test_a_method_has_a_global_model_or_refuses_to_export_it(place: Place) -> None:
     assert all(METHODS[name].traits.has_global_model for name in ("scaffold", "fedprox", "fedrod"))
     for name in ("fedem", "fedbn", "local", "fedmn", "knn_per"):
         message = rf"method.name={name} has no global model; take a client's, 0 to 6; .*fedavg"
@@ -159,7 +159,7 @@ def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -
     assert [int(row["label"]) for row in rows] == expected.argmax(axis=1).tolist()
 
 
-def test_images_may_lie_in_either_order_and_grey_ones_without_a_channel(place: Place) -> None:
+def test_images_may_have_either_layout_and_grey_ones_no_channel_axis(place: Place) -> None:
     run = place.run("fedavg")
     x = raw_tests(run)[0][0]
     expected = run.predict(0, x, "NCHW")
@@ -168,7 +168,7 @@ def test_images_may_lie_in_either_order_and_grey_ones_without_a_channel(place: P
     assert np.allclose(run.predict(0, torch.from_numpy(x[:, 0])), expected, atol=1e-6)
 
 
-def test_bytes_are_scaled_and_normalised_as_the_run_did(tmp_path: Path) -> None:
+def test_bytes_are_scaled_and_normalised_as_in_the_run(tmp_path: Path) -> None:
     few = ["data.clients=4", "data.per_client=40", "train.rounds=2", "data.normalise=half"]
     assert run_here(tmp_path / "run", ["method.name=fedavg", *few]) == FINISHED
     run = hpcfl.load_run(tmp_path / "run")
@@ -182,7 +182,7 @@ def test_bytes_are_scaled_and_normalised_as_the_run_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_a_method_that_predicts_by_a_rule_of_its_own(
+def test_a_method_with_its_own_prediction_rule_is_exported(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     method = tmp_path / "own_rule.py"
@@ -200,7 +200,7 @@ def test_a_method_that_predicts_by_a_rule_of_its_own(
     assert weights.keys() >= {"theta.body.conv1.weight", "buffers.body.bn1.running_mean", "sharpness"}
 
 
-OWN_MODEL = '''"""A network with a layer of its own."""
+OWN_MODEL = '''"""A network with its own layer."""
 
 import math
 from collections import OrderedDict
@@ -255,7 +255,7 @@ class OwnRule(FedAvg):
 '''
 
 
-def test_a_network_that_cannot_be_followed_comes_with_its_tensors_alone(
+def test_only_tensors_are_exported_of_a_network_that_torch_cannot_export(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = place.run("fedavg")
@@ -268,16 +268,16 @@ def test_a_network_that_cannot_be_followed_comes_with_its_tensors_alone(
     monkeypatch.setattr(type(network), "forward", forward)
     files = run.export(0, tmp_path)
     # torch.export logs as well
-    told = caplog.messages[-1]
-    assert told.startswith(f"no {tmp_path / 'client0.pt2'}: torch.export cannot follow the network: ")
+    warning = caplog.messages[-1]
+    assert warning.startswith(f"no {tmp_path / 'client0.pt2'}: torch.export cannot follow the network: ")
     assert [path.name for path in files] == ["client0.pt", "client0.safetensors", "client0.json"]
     assert run.network(0).load_state_dict(torch.load(files[0], weights_only=True))
 
 
 @pytest.fixture
-def going_on(place: Place, tmp_path: Path) -> Path:
+def unfinished(place: Place, tmp_path: Path) -> Path:
     """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
-    folder = tmp_path / "going on"
+    folder = tmp_path / "unfinished"
     settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
     assert run_here(folder, settings) == FINISHED
     # the last checkpoint lost, as of a run that is stopped before
@@ -286,30 +286,30 @@ def going_on(place: Place, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_that_goes_on_has_no_personalised_models(
-    going_on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unfinished_run_has_no_personalised_models(
+    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = tmp_path / "images.npz"
     np.savez(images, x=np.zeros((1, 7, 7), np.float32))
     why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
     for words in (
-        ["export", going_on, "--out", tmp_path / "out"],
-        ["predict", going_on, images, "--out", tmp_path / "out.csv"],
+        ["export", unfinished, "--out", tmp_path / "out"],
+        ["predict", unfinished, images, "--out", tmp_path / "out.csv"],
     ):
         assert re.search(why, refused(capsys, *words, "--client", "0", may_warn=True))
     assert "not finished: round 3 of 3 is done, and clients.csv" in refused(
-        capsys, "compare", going_on, going_on, may_warn=True
+        capsys, "compare", unfinished, unfinished, may_warn=True
     )
     assert (
-        main(["export", str(going_on), "--client", "global", "--out", str(tmp_path / "global")]) == FINISHED
+        main(["export", str(unfinished), "--client", "global", "--out", str(tmp_path / "global")]) == FINISHED
     )
     assert json.loads((tmp_path / "global" / "global.json").read_text())["round"] == 2
 
-    (going_on / "checkpoint.prev.h5").write_bytes(b"half a file")
-    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out", may_warn=True)
+    (unfinished / "checkpoint.prev.h5").write_bytes(b"half a file")
+    error = refused(capsys, "export", unfinished, "--client", "0", "--out", tmp_path / "out", may_warn=True)
     assert "checkpoint.prev.h5 is damaged" in error
-    (going_on / "checkpoint.prev.h5").unlink()
-    error = refused(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out", may_warn=True)
+    (unfinished / "checkpoint.prev.h5").unlink()
+    error = refused(capsys, "export", unfinished, "--client", "0", "--out", tmp_path / "out", may_warn=True)
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
@@ -324,8 +324,8 @@ def test_damaged_files_are_named_with_their_line(
         text = (folder / name).read_bytes()
         assert old in text
         (folder / name).write_bytes(text.replace(old, new, 1))
-        said_of_run = refused(capsys, *(folder if word == "RUN" else word for word in words))
-        return said_of_run.removeprefix("error: ").removeprefix(f"{folder}/")
+        message = refused(capsys, *(folder if word == "RUN" else word for word in words))
+        return message.removeprefix("error: ").removeprefix(f"{folder}/")
 
     compare, report, watch = ("compare", "RUN", other), ("report", "RUN"), ("watch", "RUN", "--once")
     for words in (compare, report):
@@ -349,7 +349,7 @@ def test_damaged_files_are_named_with_their_line(
     assert "--fresh" not in advice
 
 
-def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
+def test_a_client_that_is_not_in_the_run_is_refused(place: Place) -> None:
     run = place.run("fedavg")
     for client in ("all", "3", 3.0, True, None):
         for ask in (run.model, run.network):
@@ -359,7 +359,7 @@ def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_a_run_says_which_version_of_its_own_code_it_needs(
+def test_a_run_names_the_version_of_its_own_code_that_it_needs(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     method = tmp_path / "own_rule.py"
@@ -374,7 +374,7 @@ def test_a_run_says_which_version_of_its_own_code_it_needs(
     assert f"{made_with} is not the file of this configuration: its code is " in changed
 
 
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_reported_in_one_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = place.run("fedavg").path
@@ -385,7 +385,7 @@ def test_mistakes_are_told_in_one_line(
         return refused(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.csv")
 
     out = ["--out", tmp_path / "out"]
-    for told, *words in (
+    for expected, *words in (
         (f"{tmp_path / 'none'} is not a run folder: No such", tmp_path / "none", "--client", "0", *out),
         ("client 7 is not in this run; allowed: 0 to 6", run, "--client", "7", *out),
         ("allowed: a client's number or global or all", run, "--client", "x", *out),
@@ -394,11 +394,11 @@ def test_mistakes_are_told_in_one_line(
         ("a folder, FILE.pt, FILE.safetensors, FILE.pt2", run, "--client", "3", "--out", tmp_path / "3.pth"),
         ("cannot write ", run, "--client", "1", "--out", run / "clients.csv" / "x"),
     ):
-        assert told in refused(capsys, "export", *words)
+        assert expected in refused(capsys, "export", *words)
     assert list(tmp_path.iterdir()) == []
 
     x = np.zeros((2, 1, 7, 7), np.float32)
-    for told, wrong in (
+    for expected, wrong in (
         ("x has shape [2, 1, 8, 8]; allowed: [n, 7, 7, 1] with layout NHWC", np.zeros((2, 1, 8, 8))),
         ("x has shape [0, 7, 7]", x[:0, 0]),
         ("x has shape [7]", np.zeros(7)),
@@ -406,7 +406,7 @@ def test_mistakes_are_told_in_one_line(
         ("x has type int64; allowed", x.astype(np.int64)),
         ("not finite", np.full((1, 7, 7), np.nan)),
     ):
-        assert told in predict(x=wrong)
+        assert expected in predict(x=wrong)
     assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]
@@ -422,12 +422,12 @@ def test_mistakes_are_told_in_one_line(
         assert "give a FILE.csv" in refused(capsys, *words, "--out", tmp_path / name)
 
 
-def test_a_codec_leaves_the_models_that_were_scored(place: Place) -> None:
+def test_with_a_codec_the_saved_models_are_the_scored_ones(place: Place) -> None:
     run = place.run("pfedla", "comm.codec=float16", name="coded")
     assert [right(run.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(run))] == right_of_run(run)
 
 
-def test_reading_leaves_a_run_folder_as_it_is(place: Place, tmp_path: Path) -> None:
+def test_reading_does_not_change_a_run_folder(place: Place, tmp_path: Path) -> None:
     run = place.run("fedavg")
     before = {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()}
     run.export(0, tmp_path)
