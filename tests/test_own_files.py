@@ -53,6 +53,27 @@ from hpcfl.models.networks import ConvNet
 NARROW = ConvNet("conv 4/8 3x3, fc 16", (4, 8), 3, 1, (16,))
 '''
 
+DROPPING = '''"""A network that drops half of its features."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from hpcfl.config.keys import NetworkOptions
+from hpcfl.models.networks import Model, Network
+
+
+class Dropping(Model):
+    options = NetworkOptions
+
+    def build(self, sample, num_classes, options):
+        body = OrderedDict(flat=nn.Flatten(), drop=nn.Dropout(0.5))
+        return Network(body, OrderedDict(head=nn.Linear(64, num_classes)))
+
+
+DROPPING = Dropping("dropout and a layer")
+'''
+
 HALVES = '''"""Each half of the clients shares one half of the classes, all clients of equal size."""
 
 import numpy as np
@@ -138,6 +159,20 @@ def test_runs_with_own_files_work_on_any_number_of_ranks_and_are_resumed(
     other = files[METHOD].with_name("other.py")
     other.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
     assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole), *TINY)
+
+
+def test_dropout_has_the_same_bits_on_any_number_of_ranks_and_after_a_resume(
+    tmp_path: Path, mpirun: Mpirun
+) -> None:
+    file, whole, parts = tmp_path / "dropping.py", tmp_path / "whole", tmp_path / "parts"
+    file.write_text(DROPPING)
+    given = [f"model.path={file}", "method.name=fedavg", *TINY]
+    mpirun(3, "-m", "hpcfl.main", *given, "--out", parts, "train.rounds=1")
+    assert main([*given, "--out", str(whole)]) == FINISHED
+    assert main([*given, "--out", str(parts)]) == FINISHED
+    assert differing(whole, parts) == []
+    batched = [*given, "run.engine=batched", "--out", str(tmp_path / "batched")]
+    assert main(batched) == FINISHED
 
 
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,9 @@ class MethodAdapter:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
         down = self.method.buffers.receive(clients, down)
-        return self._rows("client_request", self.method.client_request(clients, down), len(clients))
+        with clients.seeding_torch():
+            request = self.method.client_request(clients, down)
+        return self._rows("client_request", request, len(clients))
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
@@ -104,7 +106,8 @@ class MethodAdapter:
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self.method.buffers.receive(clients, down)
-        up = self._rows("train", self.method.train(clients, down), len(clients))
+        with clients.seeding_torch():
+            up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
             raise TypeError(
                 f"{type(self.method).__name__}.train uploads no theta: override model_after_training to "
@@ -147,7 +150,7 @@ class MethodAdapter:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         down = self.method.buffers.receive(clients, down)
         epochs = self.method.context.train.finetune_epochs
-        with clients.read_only():
+        with clients.read_only(), clients.seeding_torch():
             if epochs:
                 return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
@@ -155,21 +158,21 @@ class MethodAdapter:
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self.method.buffers.receive(clients, down)
-        with clients.read_only():
+        with clients.read_only(), clients.seeding_torch():
             models = self.method.new_client_model(clients, down)
         return self._with_buffers("new_client_model", clients, models)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self.method.buffers.receive(clients, down)
-        with clients.read_only():
+        with clients.read_only(), clients.seeding_torch():
             models = self.method.model_after_download(clients, down)
         return self._with_buffers("model_after_download", clients, models)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `train`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
-        with clients.read_only():
+        with clients.read_only(), clients.seeding_torch():
             models = self.method.model_after_training(clients, down, up)
         return self._with_buffers("model_after_training", clients, models)
 

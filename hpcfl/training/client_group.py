@@ -144,6 +144,17 @@ class ClientGroup:
         )
 
     @contextmanager
+    def seeding_torch(self) -> Iterator[None]:
+        """Give torch's own generators a stream of (seed, round, first client of the group) inside the block:
+        dropout draws from them. With the loop engine a group is one client."""
+        with torch.random.fork_rng(devices=[]):
+            seed = stream_seed(self._worker.seed, "torch", self.round, self.ids[0])
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
+
+    @contextmanager
     def temporary_state(self, **state: Tensor) -> Iterator[None]:
         """Replace some of the clients' state, and allow writes to it inside the block, in `new_client_model`:
         they last to the end of the evaluation."""

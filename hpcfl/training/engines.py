@@ -131,7 +131,7 @@ class BatchedEngine:
             value = loss(forward, tensors, Batch(batch.members, x, y, index))
             return value, (value.detach(), statistics)
 
-        per_client = vmap(grad(client_loss, has_aux=True), randomness="error")
+        per_client = vmap(grad(client_loss, has_aux=True), randomness="different")
         gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
         buffers.copy_(statistics)
         return gradients, values
