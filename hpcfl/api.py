@@ -13,6 +13,7 @@ import numpy as np
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
+from hpcfl.config.key_errors import OF_PYTHON
 from hpcfl.config.keys import Config, flatten
 from hpcfl.config.load import allow_named
 from hpcfl.config.own_code import allow_files, check_options
@@ -132,6 +133,6 @@ def _add_source(dataset: Any) -> str:
         ) from error
     arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
     digest = hashlib.sha256(arrays.x.tobytes() + arrays.y.tobytes()).hexdigest()[:8]
-    name = f"dataset-{digest}"
+    name = f"{OF_PYTHON}{digest}"
     SOURCES[name] = Source(f"{len(y)} samples given to hpcfl.run", read=lambda _: arrays)
     return name

@@ -84,7 +84,8 @@ def _run(arguments: Sequence[str], world: Communicator) -> int:
     try:
         options, config = run_collectively(world, lambda: _configure(arguments))
         folder = options.out or Path("runs") / config.run_name()
-        command = command_line(arguments, world.size)
+        # watch shows it as the command that resumes the run
+        command = command_line([word for word in arguments if word != "--fresh"], world.size)
         outcome = run(config, folder, world, stop, command, fresh=options.fresh, quiet=options.quiet)
     finally:
         stop.restore()

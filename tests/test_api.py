@@ -179,3 +179,18 @@ def test_a_script_on_several_ranks_has_the_bits_of_one_rank(tmp_path: Path, mpir
     done = mpirun(3, script, tmp_path / "ranks")
     assert sorted(done.stdout.split()) == ["None", "None", "mine"]
     assert not differing(tmp_path / "alone", tmp_path / "ranks")
+
+
+def test_ranks_with_different_data_are_refused(tmp_path: Path, mpirun: Mpirun) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport hpcfl\nimport torch\nfrom torch.utils.data import TensorDataset\n"
+        "torch.seed()\n"
+        "dataset = TensorDataset(torch.rand(120, 1, 8, 8), torch.arange(120) % 4)\n"
+        "try:\n"
+        f"    hpcfl.run(*{SMALL!r}, 'model.name=mlp', method='fedavg', dataset=dataset, out=sys.argv[1])\n"
+        "except hpcfl.errors.UserError as error:\n"
+        "    print(error)\n"
+    )
+    done = mpirun(2, script, tmp_path / "run")
+    assert "rank 1 has read other data than rank 0: copy the same files" in done.stdout

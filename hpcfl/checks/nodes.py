@@ -35,6 +35,17 @@ def check_unlike_nodes(world: Communicator) -> None:
         LOG.warning(text)
 
 
+def check_same_data(world: Communicator, digest: int) -> None:
+    """Raise UserError on all ranks unless all have read the same data. Collective."""
+    digests = world.all_gather(digest)
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is not None:
+        raise UserError(
+            f"rank {other} has read other data than rank 0: copy the same files to every node, or put them "
+            "on a file system that all share; a data set of hpcfl.run must be the same on every rank"
+        )
+
+
 def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
     """Return what `compare_nodes` needs of this rank. Collective."""
     return {

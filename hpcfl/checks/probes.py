@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import numpy as np
 import torch
 
 from hpcfl.checks.findings import Findings
-from hpcfl.checks.nodes import place
+from hpcfl.checks.nodes import check_same_data, place
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.interconnect import measured
 from hpcfl.config.keys import Config
+from hpcfl.data.arrays import digest_of
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
 from hpcfl.registries import load_config
@@ -152,10 +152,7 @@ def check_data(world: Communicator, config: Config, found: Findings) -> None:
         return
     samples = f"{len(arrays.y)} samples of {arrays.num_classes} classes for {len(parts)} clients"
     print(f"data: {config.data.source}: {samples}", flush=True)
-    digest = zlib.crc32(np.ascontiguousarray(arrays.x).data, zlib.crc32(np.ascontiguousarray(arrays.y).data))
-    largest, smallest = world.maxima([digest, -digest])
-    if largest != -smallest:
-        found.errors.append(
-            "ranks read different samples: copy the same files to every node, or put them on a file system "
-            "that all share"
-        )
+    try:
+        check_same_data(world, digest_of(arrays))
+    except UserError as error:
+        found.errors.append(str(error))

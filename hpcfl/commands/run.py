@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.nodes import check_unlike_nodes
+from hpcfl.checks.nodes import check_same_data, check_unlike_nodes
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
@@ -77,6 +77,7 @@ def run(
         folder = RunFolder(path, config, traits.uses_total_rounds) if world.is_server else None
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
+        check_same_data(world, experiment.data.digest)
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
 
         def open_folder() -> None:
@@ -100,7 +101,10 @@ def run(
         if folder is None or is_cell:
             return outcome
         if outcome == "stopped":
-            progress.say(f"stopped early with a checkpoint in {path}; rerun the same command to resume")
+            without = " without --fresh" if fresh else ""
+            progress.say(
+                f"stopped early with a checkpoint in {path}; rerun the same command{without} to resume"
+            )
             return outcome
         report = _write_report(path) if config.run.report else None
         # paths and commands may be long, and have lines of their own

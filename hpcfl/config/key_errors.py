@@ -73,9 +73,17 @@ def one_of(key: str, value: Any, names: Collection[str]) -> str:
     # a list, as the value may have any type
     if value not in [*names]:
         hint = did_you_mean(str(value), names)
+        if str(value).startswith(OF_PYTHON):
+            raise UserError(
+                f"{key}={value} is a data set that a script gave to hpcfl.run; call it again with the same "
+                "one, or look at the report.html that it wrote"
+            )
         raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
     return str(value)
 
+
+OF_PYTHON = "dataset-"
+"""How the names of sources begin that `hpcfl.run` makes."""
 
 RENAMED = {
     "comm.keep": "comm.topk_ratio",

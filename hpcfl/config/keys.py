@@ -209,8 +209,8 @@ class TrainConfig(Settings):
     the model is sent or scored. A single sample that is not left out always joins the mini-batch before
     it."""
     lr: float = Field(0.05, gt=0)
-    """Learning rate of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
-    such as 0.001; the same goes for a method's own learning rates of models, such as `method.head_lr`."""
+    """Learning rate of local training, with a fresh optimiser each round; with adam and adamw, the default is
+    0.001, and a method's own learning rates of models, such as `method.head_lr`, need smaller ones, too."""
     lr_decay: float = Field(1.0, gt=0, le=1)
     """Factor on the learning rate after each round, or after those of `train.lr_decay_rounds`; 1 keeps it
     constant."""

@@ -32,6 +32,9 @@ from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
 
+ADAM, ADAM_LR = ("adam", "adamw"), 0.001
+"""Values of `train.optimiser`, and the default of `train.lr` with them."""
+
 DEFAULT_CLIENTS = 10
 """Number of clients if neither the user nor the data gives one."""
 
@@ -61,6 +64,8 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     if registries.partition.known[names["data.partition"]].counts is not None and data.get("clients") is None:
         data["clients"] = DEFAULT_CLIENTS
     of_method = registries.method.known[names["method"]].traits.defaults
+    if given["train"].get("optimiser") in ADAM:
+        of_method = of_method | {"train": of_method["train"] | {"lr": ADAM_LR}}
     for group, others in of_method.items():
         given[group] = others | given[group]
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}

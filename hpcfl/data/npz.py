@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hpcfl.errors import UserError, one_line
+
+LOG = logging.getLogger(__name__)
 
 MAX_VOCABULARY = 2**24
 """Most tokens of a file that does not say how many there are."""
@@ -101,7 +104,14 @@ def num_classes_of(y: np.ndarray, where: str) -> int:
             f"{where}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
             f"as many classes as samples ({len(y)})"
         )
-    return int(y.max()) + 1
+    classes = int(y.max()) + 1
+    there = len(np.unique(y))
+    if 2 * there < classes:
+        LOG.warning(
+            f"{where}: y holds labels up to {y.max()}, and only {there} of them occur, so that models have "
+            f"{classes} outputs; if that is a mistake, give numpy.unique(y, return_inverse=True)[1] instead"
+        )
+    return classes
 
 
 def existing(path: str, where: str, kind: Literal["file", "folder"], advice: str) -> Path:

@@ -15,7 +15,7 @@ from torch import nn
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.config.keys import CommConfig, Config, DataConfig, RunConfig, TrainConfig
-from hpcfl.data.arrays import Arrays
+from hpcfl.data.arrays import Arrays, digest_of
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
 from hpcfl.data.partitions import (
@@ -157,6 +157,7 @@ def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> Da
         std=tuple(map(float, std)),
         num_classes=arrays.num_classes,
         num_samples=tuple(len(part.train) for part in parts),
+        digest=digest_of(arrays),
     )
 
 

@@ -273,7 +273,7 @@ def _write_data(group: h5py.Group, record: DataRecord) -> None:
     group.attrs["dtype"] = _encode([record.dtype]).reshape(())
     group.attrs["sample_shape"] = record.sample.shape
     group.attrs["vocabulary"] = record.sample.vocabulary or 0
-    for name in ("scale", "mean", "std", "num_classes"):
+    for name in ("scale", "mean", "std", "num_classes", "digest"):
         group.attrs[name] = getattr(record, name)
 
 
@@ -299,6 +299,7 @@ def _read_data(group: h5py.Group) -> DataRecord:
         std=tuple(std),
         num_classes=int(found["num_classes"]),
         num_samples=tuple(group["num_samples"][()].tolist()),
+        digest=int(found.get("digest", 0)),
     )
 
 

@@ -74,7 +74,7 @@ class RunFolder:
         self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
-        """Raise UserError if the path is not a run folder or holds a run with another configuration."""
+        """Raise UserError if the path is not a run folder or holds a checkpoint of another configuration."""
         try:
             is_there = self.path.exists()
         except OSError as error:
@@ -87,7 +87,9 @@ class RunFolder:
         recorded = None if fresh else self._recorded()
         if recorded is None:
             return
-        if changed := self._changed(recorded):
+        changed = self._changed(recorded)
+        # without a checkpoint, as after a mistake in one's own method, there is nothing to lose
+        if changed and self.store.exists:
             raise UserError(
                 f"{self.path} holds a run with another configuration ({'; '.join(changed)}); "
                 "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"

@@ -30,6 +30,8 @@ class DataRecord:
     num_classes: int
     num_samples: tuple[int, ...]
     """Training samples of each client [N]."""
+    digest: int = 0
+    """Checksum of all data; 0 where it is not known."""
 
 
 @dataclass(frozen=True)

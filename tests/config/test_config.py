@@ -47,6 +47,9 @@ def test_values_have_the_types_of_their_keys() -> None:
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    assert load_config(None, ["train.optimiser=adam"]).train.lr == 0.001
+    assert load_config(None, ["train.optimiser=adamw", "train.lr=0.2"]).train.lr == 0.2
+    assert load_config(None, ["method.name=fedem", "train.optimiser=adam"]).train.lr == 0.001
     text = "train: {rounds: 5, lr: 1e-2}\ndata:\n  partition: {classes_per_client: 2}\n"
     file = write(tmp_path / "a.yaml", text)
     config = load_config(file, ["train.rounds=6", "train.rounds=7"])

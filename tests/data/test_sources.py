@@ -238,6 +238,13 @@ def test_npz_files_of_grey_floats_need_no_layout(tmp_path: Path) -> None:
     assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (3, 1, (0.0,), (1.0,))
 
 
+def test_labels_with_large_gaps_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    y = np.arange(300) % 3 * 100
+    arrays = read_npz(write_npz(tmp_path, x=np.zeros((300, 4, 5), np.uint8), y=y))
+    assert arrays.num_classes == 201
+    assert "y holds labels up to 200, and only 3 of them occur, so that models have 201" in caplog.text
+
+
 GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
 UNEQUAL_X = np.array([np.zeros((2, 5)), np.zeros((2, 6)), None], dtype=object)
 TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}

@@ -157,6 +157,8 @@ def test_fresh_moves_the_old_folder_aside(capsys: pytest.CaptureFixture[str], tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old1", "run.old2"]
     record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert record["run"]["seed"] == 5
+    # what `hpcfl watch` gives as the command that resumes the run
+    assert record["environment"]["command"] == f"hpcfl {' '.join([*words, 'run.seed=5'])}"
 
 
 def test_the_default_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +221,31 @@ def test_a_folder_without_a_checkpoint_starts_at_round_0(
     assert main(words) == FINISHED
     assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err
     assert untimed(tmp_path / "run") == before
+
+
+def test_a_folder_without_a_checkpoint_takes_another_configuration(tmp_path: Path) -> None:
+    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
+    assert main(words) == FINISHED
+    (tmp_path / "run" / "checkpoint.h5").unlink()
+    (tmp_path / "run" / "metrics.csv").unlink()
+    assert main([*words, "run.seed=5"]) == FINISHED
+    other = [*TINY, "--quiet", "--out", str(tmp_path / "other"), "run.seed=5"]
+    assert main(other) == FINISHED
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "other")
+
+
+def test_a_run_is_not_resumed_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, random = tmp_path / "samples.npz", np.random.default_rng(0)
+    x, y = random.integers(0, 256, (200, 1, 8, 8), np.uint8), np.arange(200) % 4
+    words = ["data.source=npz", f"data.path={file}", "data.layout=NCHW", "data.clients=4", "model.name=mlp"]
+    words += ["train.local_epochs=1", "method.name=fedavg", "--quiet", "--out", str(tmp_path / "run")]
+    np.savez(file, x=x, y=y)
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    np.savez(file, x=255 - x, y=y)
+    message = refused(capsys, *words, "train.rounds=2")
+    assert f"the data have changed since {tmp_path / 'run' / 'checkpoint.h5'} was written: bring" in message
+    np.savez(file, x=x, y=y)
+    assert main([*words, "train.rounds=2"]) == FINISHED
 
 
 def test_models_are_scored_after_the_download_and_after_training(run: Callable[..., Path]) -> None:
