@@ -181,6 +181,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Each of several ranks gets a folder of its own for files: pytest's are tidied up by all at once.
     """
     os.environ.update(TRANSPORTS[config.option.transport])
+    # ranks are copies of this process, and the threads of OpenMP are not copied
+    torch.set_num_threads(1)
     if in_mpi_world():
         folder = tempfile.TemporaryDirectory(prefix="hpcfl-rank-")
         config.add_cleanup(folder.cleanup)

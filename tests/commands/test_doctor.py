@@ -95,7 +95,7 @@ def test_the_doctor_names_faults_of_one_of_three_ranks(mpirun: Mpirun, tmp_path:
     assert re.search(threads, line)
     assert "type export OMP_NUM_THREADS=1" in line
     assert "data.path=digits.npz: no such file" in line
-    assert "rank 1 has read other data than rank 0: copy the same files to every" in other
+    assert "(3) rank 2 has read other data than rank 0: copy the same files to every" in other
 
 
 def test_the_doctor_names_a_read_only_folder_and_missing_data(capsys: pytest.CaptureFixture[str]) -> None:
