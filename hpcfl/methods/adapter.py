@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._server_optimiser import ServerOptimiser
@@ -58,7 +61,9 @@ class MethodAdapter:
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        return self.method.client_state(clients) | self.method.buffers.in_clients(clients)
+        state = self.method.client_state(clients)
+        self._check_rows("client_state", state, len(clients))
+        return state | self.method.buffers.in_clients(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
@@ -184,13 +189,30 @@ class MethodAdapter:
                 f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, "
                 "per_client={...})"
             )
-        for name, rows in value.per_client.items():
-            if len(rows) != count:
-                raise ValueError(
-                    f"{place} returned {len(rows)} rows of {name!r} for {count} clients; give one a client, "
-                    "or under `shared` a tensor that all have in common"
-                )
+        self._check_rows(hook, value.per_client, count)
+        self._check_theta(hook, value.shared | value.per_client)
         return value.with_clients(count)
+
+    def _check_rows(self, hook: str, tensors: State, count: int) -> None:
+        """Raise TypeError or ValueError unless a hook's tensors have a row for each of `count` clients."""
+        place = f"{type(self.method).__name__}.{hook} returned"
+        for name, rows in tensors.items():
+            if not isinstance(rows, Tensor):
+                raise TypeError(f"{place} a {type(rows).__name__} as {name!r}; return a torch.Tensor")
+            if not rows.dim() or len(rows) != count:
+                raise ValueError(
+                    f"{place} {name!r} of shape {[*rows.shape]} for {count} clients; give a row to each, or "
+                    "in a message under `shared` a tensor that all have in common"
+                )
+
+    def _check_theta(self, hook: str, tensors: State) -> None:
+        """Raise ValueError for models of another size or type than the network's."""
+        theta, size, kind = tensors.get("theta"), self.method.layout.size, torch.get_default_dtype()
+        if theta is not None and (theta.shape[-1] != size or theta.dtype != kind):
+            raise ValueError(
+                f"{type(self.method).__name__}.{hook} returned 'theta' of shape {[*theta.shape]} and type "
+                f"{theta.dtype}; expected: {size} numbers of type {kind} in the last axis"
+            )
 
     def _rows(self, hook: str, value: Message, count: int) -> Message:
         """Return the message that a hook sends to the server; raise ValueError if it has shared tensors."""

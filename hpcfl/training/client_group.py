@@ -119,6 +119,11 @@ class ClientGroup:
     def __setitem__(self, name: str, value: Tensor) -> None:
         if not self._can_write:
             raise self._not_writable(name)
+        if not value.dim() or len(value) != len(self):
+            raise ValueError(
+                f"clients[{name!r}] cannot have the shape {[*value.shape]}: {len(self)} clients are in this "
+                "group; give a row to each"
+            )
         self._written[name] = value
 
     @contextmanager

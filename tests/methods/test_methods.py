@@ -553,9 +553,12 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
     [
         ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
-        ("train", Message(per_client={"theta": torch.zeros(2, 3)}), "returned 2 rows of 'theta' for 1 c"),
-        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 c"),
-        ("train", Message(shared={"theta": torch.zeros(3)}), "returned theta as shared; return them per_c"),
+        ("train", Message(per_client={"theta": torch.zeros(2, 3)}), r"'theta' of shape \[2, 3\] for 1 c"),
+        ("train", Message(per_client={"theta": torch.zeros(1, 3)}), r"'theta' of shape \[1, 3\] and type to"),
+        ("train", Message(per_client={"theta": np.zeros((1, 3))}), "returned a ndarray as 'theta'; ret"),
+        ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
+        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
+        ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
     ],
 )
 def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
