@@ -171,14 +171,16 @@ def test_a_script_on_several_ranks_has_the_bits_of_one_rank(tmp_path: Path, mpir
     script.write_text(
         "import sys\nimport hpcfl\nfrom hpcfl.methods.fedavg import FedAvg\n\n\n"
         "class Mine(FedAvg):\n    pass\n\n\n"
-        f"found = hpcfl.run(*{SMALL!r}, method=Mine, out=sys.argv[1], quiet=True)\n"
+        f"found = hpcfl.run(*{SMALL!r}, 'train.participation=0.4', out=sys.argv[1], quiet=True,"
+        " method=Mine)\n"
         "print(None if found is None else found.config.method.name)\n"
     )
     alone = type("Mine", (FedAvg,), {})
-    run(method=alone, out=tmp_path / "alone")
+    run("train.participation=0.4", method=alone, out=tmp_path / "alone")
     done = mpirun(3, script, tmp_path / "ranks")
     assert sorted(done.stdout.split()) == ["None", "None", "mine"]
     assert not differing(tmp_path / "alone", tmp_path / "ranks")
+    assert "2 workers train 1 clients a round: start fewer ranks" in (tmp_path / "ranks/log.txt").read_text()
 
 
 def test_ranks_with_different_data_are_refused(tmp_path: Path, mpirun: Mpirun) -> None:

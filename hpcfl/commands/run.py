@@ -86,6 +86,9 @@ def run(
                 folder.open(fresh, experiment.method.layout, at_exit, environment)
 
         run_collectively(world, open_folder)
+        cohort = config.train.cohort_size(experiment.num_clients)
+        if world.is_server and world.num_workers > cohort:
+            LOG.warning(f"{world.num_workers} workers train {cohort} clients a round: start fewer ranks")
         progress = Progress(folder.log if folder else None, quiet)
         at_exit.callback(progress.close)
         if folder is not None:
