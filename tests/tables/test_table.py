@@ -664,6 +664,7 @@ def test_a_mistake_in_the_file_is_reported_before_the_first_run(
         (["--rounds", "0"], "train.rounds=0 is invalid"),
         (["--rounds", "x"], "--rounds: invalid int value: 'x'"),
         (["--seeds", "0;1"], "--seeds: invalid seeds value: '0;1'"),
+        (["--seeds", "0", "1"], "seeds are joined by commas; write --seeds 0,1"),
         (["train.round=4"], "row 1 (fedavg): train.round=4 is an unknown key"),
         (["run.seed=4"], "run.seed=4: the table's list of seeds sets it"),
         (["data.clients=99999"], "row 1 (fedavg), seed 0: "),
