@@ -67,22 +67,27 @@ def run_parser(description: str | None) -> Parser:
     return parser
 
 
+def is_file(word: str) -> bool:
+    """Return whether a word names a configuration file: it ends in .yaml, or exists."""
+    return word.endswith((".yaml", ".yml")) or Path(word).exists()
+
+
 def is_bare_key(word: str) -> bool:
     """Return whether a word looks like a key without a value, such as `train.lr`."""
-    is_key = re.fullmatch(rf"({'|'.join(GROUPS)})\.[\w.]+", word) and not word.endswith((".yaml", ".yml"))
-    return bool(is_key) and not Path(word).exists()
+    return bool(re.fullmatch(rf"({'|'.join(GROUPS)})\.[\w.]+", word)) and not is_file(word)
 
 
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
     """Separate the configuration file from the `key=value` words; UserError for a second file, or a key
     without its value."""
     for number, word in enumerate(settings, 1):
+        # key = value, in words of their own
         key = word.removesuffix("=")
-        if is_bare_key(key):
-            # key = value, in words of their own
-            value = next((later.removeprefix("=") for later in settings[number:] if later != "="), "")
-            is_value = value and "=" not in value and not is_bare_key(value)
-            raise UserError(f"{key} has no value; write {key}={value if is_value else 'VALUE'}")
+        value = next((later.removeprefix("=") for later in settings[number:] if later != "="), "")
+        has_value = bool(value) and not ("=" in value or is_file(value) or is_bare_key(value))
+        # key= alone is null
+        if is_bare_key(key) and (has_value or key == word):
+            raise UserError(f"{key} has no value; write {key}={value if has_value else 'VALUE'}")
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:
         raise UserError(

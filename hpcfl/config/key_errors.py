@@ -73,7 +73,8 @@ def one_of(key: str, value: Any, names: Collection[str]) -> str:
     # a list, as the value may have any type
     if value not in [*names]:
         hint = did_you_mean(str(value), names)
-        raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
+        mistake = f"{key} has no value" if value is None else f"{key}={value} is unknown"
+        raise UserError(f"{mistake}; allowed: {', '.join(names)}{hint}")
     return str(value)
 
 
@@ -83,6 +84,30 @@ RENAMED = {
     "run.tensorboard": "run.tracker=tensorboard",
 }
 """Present names of earlier keys."""
+
+OTHER_WORDS = {
+    "algorithm": "method.name",
+    "strategy": "method.name",
+    "dataset": "data.source",
+    "num_partitions": "data.clients",
+    "num_supernodes": "data.clients",
+    "data.alpha": "data.partition.beta",
+    "data.partition.alpha": "data.partition.beta",
+    "global_rounds": "train.rounds",
+    "num_rounds": "train.rounds",
+    "num_server_rounds": "train.rounds",
+    "join_ratio": "train.participation",
+    "fraction_fit": "train.participation",
+    "fraction_train": "train.participation",
+    "epochs": "train.local_epochs",
+    "learning_rate": "train.lr",
+    "local_learning_rate": "train.lr",
+    "eval_gap": "run.eval_every",
+    "gpu": "run.device",
+    "cuda": "run.device",
+    "device_id": "run.device",
+}
+"""Keys by the words of other frameworks, with any group or with one."""
 
 
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
@@ -98,18 +123,31 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    # without its group a key is found by its last part
-    by_word = {name if group else name.rpartition(".")[2]: name for name in (*owners, *reversed(known))}
-    nearest = ""
-    for word in difflib.get_close_matches(key, by_word, n=1):
-        near = by_word[word]
-        place = "" if near in known else f" of {' or '.join(owners[near])}"
-        nearest = f" the nearest known one is {near}{place};"
+    near = OTHER_WORDS.get(key) or OTHER_WORDS.get(last) or _nearest(key, [*known, *owners])
+    beginning = f"{key}={shown(value)} is an unknown key;"
+    if near:
+        place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""
+        return f"{beginning} the nearest known one is {near}{place}; see hpcfl list keys {near}"
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
-        f"{key}={shown(value)} is an unknown key;{nearest} allowed: {', '.join(siblings or GROUPS)}; "
+        f"{beginning} allowed: {', '.join(siblings or GROUPS)}; "
         f"see hpcfl list keys{f' {group}' if siblings else ''}"
     )
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    """Return the known key whose last word is the same, or similar and in the same group; "" without one.
+
+    Among several with this word it is the one that is most similar as a whole.
+    """
+    group, last = key.partition(".")[0], key.rpartition(".")[2]
+    by_word: dict[str, list[str]] = {}
+    for name in known:
+        word = name.rpartition(".")[2]
+        if word == last or group not in GROUPS or name.startswith(f"{group}."):
+            by_word.setdefault(word, []).append(name)
+    words = difflib.get_close_matches(last, by_word, n=1)
+    return difflib.get_close_matches(key, by_word[words[0]], n=1, cutoff=0)[0] if words else ""
 
 
 def allowed(field: FieldInfo, of_method: Any = None) -> str:

@@ -76,7 +76,7 @@ MISTAKES = [
     (["train.lr", "=", "0.1"], "train.lr has no value; write train.lr=0.1"),
     (["train.lr", "=0.1"], "train.lr has no value; write train.lr=0.1"),
     (["train.lr=", "0.1"], "train.lr has no value; write train.lr=0.1"),
-    (["method.name="], "method.name has no value; write method.name=VALUE"),
+    (["method.name="], "method.name has no value; allowed: " + ", ".join(METHODS)),
     (["run.seed", "train.lr=0.1"], "run.seed has no value; write run.seed=VALUE"),
     (["--train.lr=0.1"], "arguments: --train.lr=0.1; keys have no dashes, write train.lr=0.1; see hpcfl run"),
     (["plan", "--train.lr", "0.1"], "keys have no dashes, write train.lr=VALUE; see hpcfl plan --help"),
