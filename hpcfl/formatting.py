@@ -59,10 +59,10 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def curve(values: Sequence[float], width: int, encoding: str) -> str:
-    """Return fractions such as accuracies as `lowest ▁▃▅█ highest` (see `sparkline`); "" without any."""
+    """Return fractions such as accuracies as `first ▁▃█▅ last` (see `sparkline`); "" without any."""
     if not len(values):
         return ""
-    return f"{min(values):.2%} {sparkline(values, width, encoding)} {max(values):.2%}"
+    return f"{values[0]:.2%} {sparkline(values, width, encoding)} {values[-1]:.2%}"
 
 
 def sparkline(values: Sequence[float], width: int, encoding: str) -> str:

@@ -57,6 +57,7 @@ def test_each_value_is_drawn_as_a_character_of_its_height() -> None:
     values = np.linspace(0.2, 0.9, 8).tolist()
     assert curve(values, 40, "utf-8") == f"20.00% {BLOCKS} 90.00%"
     assert sparkline(values[::-1], 40, "utf-8") == BLOCKS[::-1]
+    assert curve([0.1654, 0.1], 40, "utf-8") == "16.54% █▁ 10.00%"
     assert curve([0.5], 40, "utf-8") == "50.00% ▁ 50.00%"
     assert curve([], 40, "utf-8") == sparkline([], 40, "utf-8") == ""
 
