@@ -19,11 +19,14 @@ ASCII_LEVELS = ".:-=+*#@"
 
 def readable_bytes(count: float) -> str:
     """Return a number of bytes with three digits and its unit, such as "16.4 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    size, unit = unit_of_bytes(count)
+    return f"{count / size:.3g} {unit}"
+
+
+def unit_of_bytes(count: float) -> tuple[float, str]:
+    """Return the bytes of the unit for a number of bytes, and its name."""
+    units = {1e0: "B", 1e3: "kB", 1e6: "MB", 1e9: "GB"}
+    return next(((size, unit) for size, unit in units.items() if count < 999.5 * size), (1e12, "TB"))
 
 
 def readable_seconds(seconds: float) -> str:

@@ -55,7 +55,7 @@ def _overview(table: Table, results: Sequence[Result]) -> Grid:
         if result is None:
             return NO_CELL
         seeds = f", {result.missing} seed{'s' if result.missing > 1 else ''} missing"
-        published = "" if result.published is None else f" ({result.published:.2f})"
+        published = "" if result.published is None else f" ({result.published:.1f})"
         has_some = bool(result.runs and result.missing)
         return _shown(table.show[0], result, MISSING) + seeds * has_some + published
 
@@ -191,7 +191,7 @@ _OF_RUNS: dict[str, Callable[[Result], str]] = {
 """Of the quantities that are known after a run has finished: the text."""
 
 _OF_SETTINGS: dict[str, Callable[[Result], str]] = {
-    "published": lambda result: "" if result.published is None else f"{result.published:.2f}",
+    "published": lambda result: "" if result.published is None else f"{result.published:.1f}",
     "scored": lambda result: result.scored,
     "seeds": lambda result: str(len(result.runs)),
     "published_bytes": lambda result: (
