@@ -16,6 +16,12 @@ NO_CELL = "-"
 ONLY_WHERE_THEY_DIFFER = ("finetune_epochs", "rounds")
 """Quantities of the default that are left out of a table where all rows have the same."""
 
+HIGHEST_IS_BEST = {
+    *("accuracy", "best", "weighted", "after_download", "after_training", "unseen", "worst_tenth"),
+    *("balanced_accuracy", "macro_f1", "auc"),
+}
+"""Quantities of which the table for LaTeX shows the best in bold."""
+
 
 def document(table: Table, results: Sequence[Result], compared: Sequence[Difference]) -> Document:
     """Return all that is printed of a table."""
@@ -63,7 +69,8 @@ def _overview(table: Table, results: Sequence[Result]) -> Grid:
     caption = QUANTITIES[table.show[0]]
     if table.source or any(result.published is not None for result in results):
         caption += "; in brackets: published" + (f", {table.source}" if table.source else "")
-    return Grid(caption, ["method", *table.columns], rows)
+    compared = range(1, len(table.columns) + 1) if table.show[0] in HIGHEST_IS_BEST else ()
+    return Grid(caption, ["method", *table.columns], rows, highest_is_best=compared)
 
 
 def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
@@ -76,7 +83,8 @@ def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
             shown[name] = cells
     labels = [result.row.label for result in results]
     rows = [list(line) for line in zip(labels, *shown.values(), strict=True)]
-    return Grid(column, ["method", *(QUANTITIES[name] for name in shown)], rows)
+    compared = [number for number, name in enumerate(shown, 1) if name in HIGHEST_IS_BEST]
+    return Grid(column, ["method", *(QUANTITIES[name] for name in shown)], rows, highest_is_best=compared)
 
 
 def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
