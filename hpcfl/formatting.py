@@ -35,6 +35,11 @@ def readable_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+def times(count: float) -> str:
+    """Return "once", "2 times" and so on."""
+    return "once" if count == 1 else f"{count:.0f} times"
+
+
 def clock(seconds: float) -> str:
     """Return seconds as days, hours, minutes and seconds, such as "1:02:03"."""
     return str(timedelta(seconds=round(seconds)))

@@ -25,6 +25,7 @@ from hpcfl.formatting import (
     readable_bytes,
     readable_seconds,
     sparkline,
+    times,
 )
 
 
@@ -33,6 +34,7 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
     expected = ["0 B", "999 B", "1 kB", "16.4 MB", "1 GB", "2 TB", "3e+04 TB"]
     assert [readable_bytes(count) for count in counts] == expected
     assert [readable_seconds(value) for value in (0.00154, 0.25, 12.345)] == ["1.54 ms", "250 ms", "12.3 s"]
+    assert [times(count) for count in (1, 2.0)] == ["once", "2 times"]
     assert [clock(value) for value in (61.4, 7200, 90_000)] == ["0:01:01", "2:00:00", "1 day, 1:00:00"]
 
 

@@ -12,7 +12,7 @@ from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
-from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
+from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline, times
 from hpcfl.results.run import ENDED, Run, Status
 from hpcfl.terminal import console
 
@@ -80,9 +80,9 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
         yield "best", f"{best['accuracy_mean']:.2%} (round {best['round']:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         if last.get("diverged"):
-            yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
+            yield "diverged", f"{times(last['diverged'])} a client's numbers were nan or infinite"
         if last.get("lost"):
-            yield "lost", f"{last['lost']:.0f} times a client was lost in a round"
+            yield "lost", f"{times(last['lost'])} a client was lost in a round"
         yield "curve", curve(run.metrics["accuracy_mean"].tolist(), CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"

@@ -55,9 +55,14 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
         elif isinstance(tree, dict) and (key in tree or (is_missing and number == len(first["loc"]))):
             place.append(str(key))
             tree = tree.get(key)
-    said = first["msg"].removeprefix("Value error, ")
+    said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     if first["type"] == "list_type":
         said = "it must be a list, such as [0, 1]"
+    if first["type"] == "too_short":
+        said = f"give {first['ctx']['min_length']} or more"
+    if first["type"] == "union_tag_invalid":
+        tag = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
+        said = f"{tag['discriminator']}={tag['tag']} is unknown; allowed: {tag['expected_tags']}"
     if first["type"] == "union_tag_not_found":
         place.append(first["ctx"]["discriminator"].strip("'"))
         is_missing = True
@@ -123,7 +128,7 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    near = OTHER_WORDS.get(key) or OTHER_WORDS.get(last) or _nearest(key, [*known, *owners])
+    near = nearest_key(key, [*known, *owners])
     beginning = f"{key}={shown(value)} is an unknown key;"
     if near:
         place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""
@@ -135,12 +140,15 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
     )
 
 
-def _nearest(key: str, known: Collection[str]) -> str:
-    """Return the known key whose last word is the same, or similar and in the same group; "" without one.
+def nearest_key(key: str, known: Collection[str]) -> str:
+    """Return the key of another framework's word, or the known key whose last word is the same, or similar
+    and in the same group; "" without one.
 
     Among several with this word it is the one that is most similar as a whole.
     """
     group, last = key.partition(".")[0], key.rpartition(".")[2]
+    if other := OTHER_WORDS.get(key) or OTHER_WORDS.get(last):
+        return other
     by_word: dict[str, list[str]] = {}
     for name in known:
         word = name.rpartition(".")[2]

@@ -330,10 +330,10 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("columns: [few]", "columns: [many]", ", compare ours with local: its columns need a cell of both"),
         ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
-        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: Input should be 'after_download'"),
+        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: it must be 'after_download'"),
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
-        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: Input should be"),
+        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )

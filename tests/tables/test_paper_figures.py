@@ -444,11 +444,15 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
     [
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
-        ("{draw: bars}", "{draw: pie}", ", figure 5: Input tag 'pie' found using 'draw' does not match any"),
+        (
+            "{draw: bars}",
+            "{draw: pie}",
+            ", figure 5: draw=pie is unknown; allowed: heat_maps, curves, bars, points",
+        ),
         ("bars}", "bars, acuracy: best}", ", figure 5: acuracy is an unknown key; allowed: draw, accuracy;"),
-        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: Input should be 'linear'"),
+        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: it must be 'linear'"),
         ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
-        ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: Input should be greater than 0"),
+        ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: it must be greater than 0"),
         (
             "alpha, layers: [conv1, fc2], rounds",
             "beta, layers: [conv1, fc2], rounds",

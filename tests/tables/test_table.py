@@ -633,7 +633,7 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
         ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): another row is called fedavg"),
         ("HeurpFedLA, k = 2", "FedAvg!", "row 2 (FedAvg!), seed 0: fedavg makes the same folder"),
         ("HeurpFedLA, k = 2", '"a\\nb"', "label='a\\nb' is invalid: it must be one line"),
-        ("[0, 1]", "[]", "seeds=[] is invalid"),
+        ("[0, 1]", "[]", "seeds=[] is invalid: give 1 or more"),
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
         ("rows:\n", "rows:\n  - fedprox\n", "unknown row fedprox; allowed: none"),
