@@ -106,10 +106,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.paired is not None for difference in compared)
+    has_star = any(" *" in text for line in rows for text in line)
+    star = ", * where the 95 % interval excludes 0" * has_star
     return Grid(
-        "paired differences client by client, * where the 95 % interval excludes 0; compare methods by the "
-        f"interval over seeds (one run is one data point){of_one}; the interval over clients describes only "
-        "these runs",
+        f"paired differences client by client{star}; compare methods by the interval over seeds (one run is "
+        f"one data point){of_one}; the interval over clients and seeds describes only these runs",
         [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",
