@@ -40,6 +40,8 @@ def test_differences_intervals_and_keys_equal_those_by_hand(
     assert ["A-s0", "-", "B-s0", "+10.00", "±", "12.99", "4", "-", "1"] in [line.split() for line in lines]
     assert lines[-2].split() == ["method.name", "fedavg", "local"]
     assert "diverged" not in str(lines)
+    assert main(["compare", str(tmp_path)]) == FINISHED
+    assert capsys.readouterr().out == out
     other.clients["diverged"][1:] += 2
     header, *rows = (line.split() for line in str(hpcfl.compare(one, other)).splitlines()[:3])
     assert header[-2:] == ["scored", "diverged"]
