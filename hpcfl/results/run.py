@@ -109,6 +109,10 @@ class Run:
         self.rounds: int = self.record["train"]["rounds"]
         """The run's `train.rounds`."""
 
+    def __repr__(self) -> str:
+        accuracy = f"accuracy {self.last['accuracy_mean']:.2%}" if self.metrics else "no evaluation yet"
+        return f"<Run {self.path.name}: {self.status.state}, round {self.done}/{self.rounds}, {accuracy}>"
+
     @cached_property
     def config(self) -> Config:
         """The configuration; raises UserError where it is damaged, or a file of its own code is another."""
