@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,24 @@ ASCII_LEVELS = ".:-=+*#@"
 
 def readable_bytes(count: float) -> str:
     """Return a number of bytes with three digits and its unit, such as "16.4 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    size, unit = unit_of_bytes(count)
+    return f"{count / size:.3g} {unit}"
+
+
+def unit_of_bytes(count: float) -> tuple[float, str]:
+    """Return the bytes of the unit for a number of bytes, and its name."""
+    units = {1e0: "B", 1e3: "kB", 1e6: "MB", 1e9: "GB"}
+    return next(((size, unit) for size, unit in units.items() if count < 999.5 * size), (1e12, "TB"))
 
 
 def readable_seconds(seconds: float) -> str:
     """Return a short time with three digits and its unit, such as "1.5 ms"."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def times(count: float) -> str:
+    """Return "once", "2 times" and so on."""
+    return "once" if count == 1 else f"{count:.0f} times"
 
 
 def clock(seconds: float) -> str:
@@ -59,10 +68,10 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def curve(values: Sequence[float], width: int, encoding: str) -> str:
-    """Return fractions such as accuracies as `lowest ▁▃▅█ highest` (see `sparkline`); "" without any."""
+    """Return fractions such as accuracies as `first ▁▃█▅ last` (see `sparkline`); "" without any."""
     if not len(values):
         return ""
-    return f"{min(values):.2%} {sparkline(values, width, encoding)} {max(values):.2%}"
+    return f"{values[0]:.2%} {sparkline(values, width, encoding)} {values[-1]:.2%}"
 
 
 def sparkline(values: Sequence[float], width: int, encoding: str) -> str:
@@ -111,6 +120,8 @@ class Grid:
     rows: list[list[str]]
     note: str = ""
     """A sentence below it."""
+    highest_is_best: Sequence[int] = ()
+    """Numbers of the columns whose entries begin with a number, the higher the better."""
 
 
 @dataclass(frozen=True)
@@ -146,26 +157,47 @@ def as_markdown(document: Document) -> str:
     return "\n".join(parts)
 
 
-def as_latex(document: Document) -> str:
-    r"""Return a document as LaTeX to be put into another with \input; it needs no package."""
-    parts = [f"% {document.title}", *(f"% {note}" for note in document.notes), ""]
-    notes = " ".join(map(_escaped, document.notes))
-    parts += [rf"\noindent\textbf{{{_escaped(document.title)}}}\par", rf"\noindent {notes}\par"]
-    for grid in document.grids:
-        if grid.caption:
-            parts.append(rf"\medskip\noindent\textbf{{{_escaped(grid.caption)}}}\par")
-        header, *rows = (" & ".join(map(_escaped, line)) + r" \\" for line in (grid.header, *grid.rows))
+def as_latex(document: Document, name: str) -> str:
+    r"""Return a document as LaTeX to be put into another with \input.
+
+    Each grid is a table with the label tab:<name>-<number>; the first one's caption has the notes.
+    """
+    parts = [r"% needs \usepackage{booktabs}"]
+    for number, grid in enumerate(document.grids, 1):
+        title = f"{document.title}: {grid.caption}" if grid.caption else document.title
+        texts = [title, *(document.notes if number == 1 else []), grid.note]
+        caption = " ".join(f"{text.removesuffix('.')}." for text in texts if text)
+        header, *rows = (
+            " & ".join(line) + r" \\" for line in (map(_escaped, grid.header), *_bold_best(grid))
+        )
         parts += [
-            rf"\medskip\noindent\begin{{tabular}}{{l{'r' * (len(grid.header) - 1)}}}",
-            r"\hline",
+            "",
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_escaped(caption)}}}",
+            rf"\label{{tab:{name}-{number}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(grid.header) - 1)}}}",
+            r"\toprule",
             header,
-            r"\hline",
+            r"\midrule",
             *rows,
-            r"\hline",
-            r"\end{tabular}\par",
-            *([rf"\noindent {_escaped(grid.note)}\par"] if grid.note else []),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
         ]
     return "\n".join(parts) + "\n"
+
+
+def _bold_best(grid: Grid) -> list[list[str]]:
+    """Return the rows as LaTeX, with the highest of the columns `highest_is_best` in bold."""
+    rows = [[_escaped(text) for text in row] for row in grid.rows]
+    for column in grid.highest_is_best:
+        found = [re.match(r"[\d.]+", row[column]) for row in rows]
+        best = max((float(mean[0]) for mean in found if mean), default=None)
+        for row, mean in zip(rows, found, strict=True):
+            if mean and float(mean[0]) == best:
+                row[column] = rf"\textbf{{{mean[0]}}}{row[column][mean.end() :]}"
+    return rows
 
 
 _LATEX = str.maketrans(

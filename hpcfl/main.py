@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
-from hpcfl.commands.arguments import command_line, run_parser, split_settings
+from hpcfl.commands.arguments import command_line, is_bare_key, is_file, run_parser, split_settings
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config
@@ -63,7 +63,7 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
     known = ("run", *COMMANDS)
     if word in known:
         return True
-    if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")) or Path(word).exists():
+    if word.startswith("-") or "=" in word or is_file(word) or is_bare_key(word):
         return False
     otherwise = f"; a configuration file ends in .yaml; commands: {', '.join(known)}"
     raise UserError(f"unknown command {word!r}{did_you_mean(word, known, otherwise)}")

@@ -25,6 +25,7 @@ from hpcfl.formatting import (
     readable_bytes,
     readable_seconds,
     sparkline,
+    times,
 )
 
 
@@ -33,6 +34,7 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
     expected = ["0 B", "999 B", "1 kB", "16.4 MB", "1 GB", "2 TB", "3e+04 TB"]
     assert [readable_bytes(count) for count in counts] == expected
     assert [readable_seconds(value) for value in (0.00154, 0.25, 12.345)] == ["1.54 ms", "250 ms", "12.3 s"]
+    assert [times(count) for count in (1, 2.0)] == ["once", "2 times"]
     assert [clock(value) for value in (61.4, 7200, 90_000)] == ["0:01:01", "2:00:00", "1 day, 1:00:00"]
 
 
@@ -57,6 +59,7 @@ def test_each_value_is_drawn_as_a_character_of_its_height() -> None:
     values = np.linspace(0.2, 0.9, 8).tolist()
     assert curve(values, 40, "utf-8") == f"20.00% {BLOCKS} 90.00%"
     assert sparkline(values[::-1], 40, "utf-8") == BLOCKS[::-1]
+    assert curve([0.1654, 0.1], 40, "utf-8") == "16.54% █▁ 10.00%"
     assert curve([0.5], 40, "utf-8") == "50.00% ▁ 50.00%"
     assert curve([], 40, "utf-8") == sparkline([], 40, "utf-8") == ""
 
@@ -99,17 +102,30 @@ def test_markdown_escapes_the_separators_of_columns() -> None:
 
 
 def test_latex_escapes_special_characters() -> None:
-    latex = as_latex(DOCUMENT)
-    assert r"\textbf{50 \% \& more\_\{x\}}" in latex
-    assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex
-    assert r"\textless{}1\textgreater{} \textbar{} \#2 \$" in latex
-    assert latex.endswith("\\end{tabular}\\par\n\\noindent 50 \\% below\\par\n")
+    latex = as_latex(DOCUMENT, "mine")
+    assert r"\caption{50 \% \& more\_\{x\}. a note \textasciitilde{} with \textbackslash{} and " in latex
+    assert r"\textasciicircum{}, \textless{}1\textgreater{} \textbar{} \#2 \$.}" in latex
+    assert latex.endswith("\\end{tabular}\n\\end{table}\n")
+    assert r"\caption{50 \% \& more\_\{x\}: second. 50 \% below.}" in latex
+    assert re.findall(r"\\label{(.*)}", latex) == ["tab:mine-1", "tab:mine-2"]
     body = [line for line in latex.splitlines() if not line.startswith("%")]
     plain = re.sub(r"\\[&%$#_{}]", "", "\n".join(body))
     assert plain.count("{") == plain.count("}")
     assert plain.count("$") % 2 == 0
     assert not re.search("[_#^~%]", plain)
-    assert plain.count(r"\begin{tabular}") == plain.count(r"\end{tabular}") == 2
-    first = body[body.index(r"\medskip\noindent\begin{tabular}{lr}") :]
-    rows = [line for line in first[: first.index(r"\end{tabular}\par")] if line.endswith(r"\\")]
-    assert rows == [r"method & a \& b \\", r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
+    for name in ("table", "tabular"):
+        assert plain.count(rf"\begin{{{name}}}") == plain.count(rf"\end{{{name}}}") == 2
+    first = body[body.index(r"\begin{tabular}{lr}") :]
+    rule, header, middle, *rows, end, _ = first[1 : first.index(r"\end{table}")]
+    assert (rule, middle, end) == (r"\toprule", r"\midrule", r"\bottomrule")
+    assert header == r"method & a \& b \\"
+    assert rows == [r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
+
+
+def test_latex_shows_the_highest_of_a_column_in_bold() -> None:
+    texts = ["61.4 ± 0.5 (60.0)", "missing (70.0)", "9.8", "61.4", "-"]
+    grid = Grid("", ["method", "a", "b"], [["m", text, text] for text in texts], highest_is_best=[1])
+    lines = as_latex(Document("", [], [grid]), "mine").splitlines()
+    rows = [line.split(" & ")[1] for line in lines if line.startswith("m &")]
+    assert rows == [r"\textbf{61.4} $\pm$ 0.5 (60.0)", "missing (70.0)", "9.8", r"\textbf{61.4}", "-"]
+    assert sum("textbf" in line for line in lines) == 2

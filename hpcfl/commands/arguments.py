@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcfl import __version__
+from hpcfl.config.keys import GROUPS
 from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError
 
@@ -30,7 +32,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        words = re.findall(r"--([a-z]+\.[\w.]+)(=\S*)?", message)
+        keys = " ".join(f"{key}{value or '=VALUE'}" for key, value in words)
+        hint = f"keys have no dashes, write {keys}; " if keys else ""
+        raise UserError(f"{message}; {hint}see {self.prog} --help")
 
 
 def whole_number(text: str) -> int:
@@ -62,8 +67,27 @@ def run_parser(description: str | None) -> Parser:
     return parser
 
 
+def is_file(word: str) -> bool:
+    """Return whether a word names a configuration file: it ends in .yaml, or exists."""
+    return word.endswith((".yaml", ".yml")) or Path(word).exists()
+
+
+def is_bare_key(word: str) -> bool:
+    """Return whether a word looks like a key without a value, such as `train.lr`."""
+    return bool(re.fullmatch(rf"({'|'.join(GROUPS)})\.[\w.]+", word)) and not is_file(word)
+
+
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Separate the configuration file from the `key=value` words; UserError for a second file."""
+    """Separate the configuration file from the `key=value` words; UserError for a second file, or a key
+    without its value."""
+    for number, word in enumerate(settings, 1):
+        # key = value, in words of their own
+        key = word.removesuffix("=")
+        value = next((later.removeprefix("=") for later in settings[number:] if later != "="), "")
+        has_value = bool(value) and not ("=" in value or is_file(value) or is_bare_key(value))
+        # key= alone is null
+        if is_bare_key(key) and (has_value or key == word):
+            raise UserError(f"{key} has no value; write {key}={value if has_value else 'VALUE'}")
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:
         raise UserError(

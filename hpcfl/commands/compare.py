@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcfl.commands.arguments import Parser, add_own_code
 from hpcfl.communication.communicator import Communicator
 from hpcfl.results.comparison import compare
-from hpcfl.results.run import load_run
+from hpcfl.results.run import finished_runs
 
 
 def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
@@ -16,15 +16,16 @@ def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
 
     Each method is scored at its own moment; differences have 95 % confidence intervals. The runs must
     have the same clients with the same samples. Runs of one configuration with several seeds, such as
-    A-s0 B-s0 A-s1 B-s1, are combined.
+    A-s0 B-s0 A-s1 B-s1, are combined. Of a folder of runs, all finished runs are compared.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
-    print(compare(*map(load_run, parser().parse_args(arguments).runs)))
+    folders = parser().parse_args(arguments).runs
+    print(compare(*(run for folder in folders for run in finished_runs(folder))))
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl compare`."""
     parser = Parser("hpcfl compare", compare_runs.__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, two or more")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run, or of runs")
     add_own_code(parser)
     return parser

@@ -8,12 +8,12 @@ from hpcfl.commands.arguments import Parser
 from hpcfl.commands.reference import Key, about, citation, goes_with, keys
 from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.communicator import Communicator
+from hpcfl.config.key_errors import nearest_key
 from hpcfl.config.own_code import allow
 from hpcfl.config.registry import Registry
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
-from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.registries import REGISTRIES
@@ -30,9 +30,9 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = parser().parse_intermixed_args(list(arguments))
     if options.words and options.words[0] != "keys":
-        raise UserError(
-            f"{options.words[0]} is not a list; type hpcfl list, or hpcfl list keys method.pfedla"
-        )
+        word = options.words[0]
+        group = next((name for name in _groups_of_kinds() if name.endswith(f".{word}")), "method.pfedla")
+        raise UserError(f"{word} is not a list; type hpcfl list, or hpcfl list keys {group}")
     for kind, registry in _REGISTRIES.items():
         if (path := getattr(options, kind)) is not None:
             allow(f"--{kind}", path)
@@ -85,19 +85,24 @@ def _chosen(words: Sequence[str]) -> list[Key]:
     known = keys()
     if not words:
         return known
-    of_kinds = {f"method.{name}" for name in METHODS} | {f"model.{name}" for name in MODELS}
-    of_kinds |= {f"data.partition.{name}" for name in PARTITIONS}
     found = []
     for word in words:
         of_word = [key for key in known if any(f"{name}.".startswith(f"{word}.") for name in _names(key))]
-        if not of_word and word in of_kinds:
+        if not of_word and word in _groups_of_kinds():
             raise UserError(f"{word} has no keys of its own; see hpcfl list keys")
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
-            hint = did_you_mean(word, names, "; see hpcfl list keys")
+            near = nearest_key(word, names)
+            hint = f"; did you mean {near}?" if near else "; see hpcfl list keys"
             raise UserError(f"{word} is not a key or a group of keys{hint}")
         found += [key for key in of_word if key not in found]
     return found
+
+
+def _groups_of_kinds() -> list[str]:
+    """Return the groups of the keys of each method, model and partition, also of those without keys."""
+    of_partitions = [f"data.partition.{name}" for name in PARTITIONS]
+    return [*(f"method.{name}" for name in METHODS), *(f"model.{name}" for name in MODELS), *of_partitions]
 
 
 def _names(key: Key) -> set[str]:

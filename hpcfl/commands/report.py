@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hpcfl.commands.arguments import Parser, add_own_code
 from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.report.page import REPORT_NAME, write_report
-from hpcfl.results.run import Run, load_run
+from hpcfl.results.run import finished_runs
 
 PAGE_SUFFIX = ".html"
 """Ending of a page's name, so that a page never overwrites a run's other files."""
@@ -29,7 +28,7 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
         page = options.out / REPORT_NAME if options.out.is_dir() else options.out.with_suffix(PAGE_SUFFIX)
         raise UserError(f"--out {options.out} does not end in {PAGE_SUFFIX}; name a page, such as {page}")
     folders = list({folder.resolve(): folder for folder in options.folders}.values())
-    runs = {run.path.resolve(): run for folder in folders for run in _runs_in(folder)}
+    runs = {run.path.resolve(): run for folder in folders for run in finished_runs(folder)}
     out = options.out or (folders[0] if len(folders) == 1 else Path()) / REPORT_NAME
     write_report(list(runs.values()), out)
     print(f"the report of {len(runs)} run{'s' * (len(runs) > 1)} is in {out}")
@@ -47,20 +46,3 @@ def parser() -> Parser:
     )
     add_own_code(parser)
     return parser
-
-
-def _runs_in(folder: Path) -> list[Run]:
-    """Return the run in a folder, or all finished runs in a folder of runs; UserError if there are none."""
-    inside = sorted(
-        {record.parent for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")}
-    )
-    if (folder / "config.yaml").is_file() or not inside:
-        return [load_run(folder)]
-    # runs that --fresh moved aside do not belong to a table
-    current = [path for path in inside if not re.search(r"\.old\d+$", path.name)]
-    finished = [run for run in map(load_run, current) if run.is_finished]
-    if not finished:
-        raise UserError(
-            f"{folder} has no finished run; name the folder of one that is running, such as {inside[0]}"
-        )
-    return finished

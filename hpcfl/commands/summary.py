@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcfl.config.keys import PrivacyConfig
-from hpcfl.formatting import readable_bytes
+from hpcfl.formatting import readable_bytes, times
 from hpcfl.simulation.divergence import named
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
@@ -30,7 +30,7 @@ def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterato
         more["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
     if ledger.diverged.any():
         clients = named(ledger.diverged.nonzero()[0].tolist())
-        more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
+        more["diverged"] = f"{times(ledger.diverged.sum())} ({clients}; run.on_divergence)"
     if privacy.unit is not None:
         spent = f"epsilon {ledger.last(EPSILON):.3g}, delta {privacy.delta_in_use:g}"
         more[f"privacy of a {privacy.unit}"] = spent

@@ -52,6 +52,10 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     after_training; `weighted: true` of a pair: by samples; `figure`: heat_maps, curves, bars or points.
     """
     options = parser().parse_intermixed_args(list(arguments))
+    if options.seeds and (more := [word for word in options.settings if word.isdecimal()]):
+        raise UserError(
+            f"seeds are joined by commas; write --seeds {','.join(map(str, options.seeds + more))}"
+        )
     path, overrides = split_settings(options.settings)
     if path is None:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")

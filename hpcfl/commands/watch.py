@@ -12,8 +12,8 @@ from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
-from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
-from hpcfl.results.run import ENDED, Run, Status
+from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline, times
+from hpcfl.results.run import ENDED, Run, Status, run_folders
 from hpcfl.terminal import console
 
 if TYPE_CHECKING:
@@ -33,10 +33,11 @@ RECENT_EVALUATIONS = 10
 def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
     """Show the progress of runs: one run in full, several with one line each. It only reads their folders.
 
+    Of a folder of runs, such as a table's, all runs are shown.
     On a terminal it continues until all have ended or Ctrl-C; elsewhere it prints one state.
     """
     options = parser().parse_args(arguments)
-    runs = [Run(path) for path in options.runs]
+    runs = _found(options.runs)
     screen = console()
     if options.once or not screen.is_terminal:
         screen.print(_shown(runs, screen), soft_wrap=True)
@@ -44,26 +45,35 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
     from rich.live import Live
 
     with suppress(KeyboardInterrupt), Live(_shown(runs, screen), console=screen) as live:
-        while not all(run.status.state in ENDED for run in runs):
+        while not all(run.status.state in ENDED for _, run in runs):
             time.sleep(PAUSE_S)
-            runs = [Run(path) for path in options.runs]
+            runs = _found(options.runs)
             live.update(_shown(runs, screen), refresh=True)
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl watch`."""
     parser = Parser("hpcfl watch", watch_runs.__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")
     parser.add_argument("--once", action="store_true", help="show one state and end")
     return parser
 
 
-def _shown(runs: Sequence[Run], screen: Console) -> Text:
+def _found(folders: Sequence[Path]) -> list[tuple[str, Run]]:
+    """Return the runs in these folders, each with its name."""
+    return [
+        (folder.name if path == folder else str(path.relative_to(folder)), Run(path))
+        for folder in folders
+        for path in run_folders(folder)
+    ]
+
+
+def _shown(runs: Sequence[tuple[str, Run]], screen: Console) -> Text:
     from rich.text import Text
 
     if len(runs) > 1:
         return Text(_lines(runs, screen.encoding, screen.width))
-    figures = _figures(runs[0], screen.encoding)
+    figures = _figures(runs[0][1], screen.encoding)
     return Text("\n".join(f"{name:<12}{value}" for name, value in figures))
 
 
@@ -80,9 +90,9 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
         yield "best", f"{best['accuracy_mean']:.2%} (round {best['round']:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         if last.get("diverged"):
-            yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
+            yield "diverged", f"{times(last['diverged'])} a client's numbers were nan or infinite"
         if last.get("lost"):
-            yield "lost", f"{last['lost']:.0f} times a client was lost in a round"
+            yield "lost", f"{times(last['lost'])} a client was lost in a round"
         yield "curve", curve(run.metrics["accuracy_mean"].tolist(), CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
@@ -96,15 +106,15 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
         yield "" if number else "log", line
 
 
-def _lines(runs: Sequence[Run], encoding: str, width: int) -> str:
+def _lines(runs: Sequence[tuple[str, Run]], encoding: str, width: int) -> str:
     """Return one line per run, and a header."""
     rows = [["run", "state", "rounds", "accuracy", "best", "curve", "left"]]
-    for run in runs:
+    for name, run in runs:
         state, means = run.status.state, run.metrics["accuracy_mean"].tolist() if run.metrics else []
         known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
         left = "" if state in ENDED else _time_left(run)
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
-        rows.append([run.path.name, state, f"{run.done}/{run.rounds}", *known, drawn, left])
+        rows.append([name, state, f"{run.done}/{run.rounds}", *known, drawn, left])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # names of runs are shortened if the terminal is narrow
     left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))

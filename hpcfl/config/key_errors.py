@@ -55,9 +55,14 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
         elif isinstance(tree, dict) and (key in tree or (is_missing and number == len(first["loc"]))):
             place.append(str(key))
             tree = tree.get(key)
-    said = first["msg"].removeprefix("Value error, ")
+    said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     if first["type"] == "list_type":
         said = "it must be a list, such as [0, 1]"
+    if first["type"] == "too_short":
+        said = f"give {first['ctx']['min_length']} or more"
+    if first["type"] == "union_tag_invalid":
+        tag = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
+        said = f"{tag['discriminator']}={tag['tag']} is unknown; allowed: {tag['expected_tags']}"
     if first["type"] == "union_tag_not_found":
         place.append(first["ctx"]["discriminator"].strip("'"))
         is_missing = True
@@ -78,7 +83,8 @@ def one_of(key: str, value: Any, names: Collection[str]) -> str:
                 f"{key}={value} is a data set that a script gave to hpcfl.run; call it again with the same "
                 "one, or look at the report.html that it wrote"
             )
-        raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
+        mistake = f"{key} has no value" if value is None else f"{key}={value} is unknown"
+        raise UserError(f"{mistake}; allowed: {', '.join(names)}{hint}")
     return str(value)
 
 
@@ -91,6 +97,30 @@ RENAMED = {
     "run.tensorboard": "run.tracker=tensorboard",
 }
 """Present names of earlier keys."""
+
+OTHER_WORDS = {
+    "algorithm": "method.name",
+    "strategy": "method.name",
+    "dataset": "data.source",
+    "num_partitions": "data.clients",
+    "num_supernodes": "data.clients",
+    "data.alpha": "data.partition.beta",
+    "data.partition.alpha": "data.partition.beta",
+    "global_rounds": "train.rounds",
+    "num_rounds": "train.rounds",
+    "num_server_rounds": "train.rounds",
+    "join_ratio": "train.participation",
+    "fraction_fit": "train.participation",
+    "fraction_train": "train.participation",
+    "epochs": "train.local_epochs",
+    "learning_rate": "train.lr",
+    "local_learning_rate": "train.lr",
+    "eval_gap": "run.eval_every",
+    "gpu": "run.device",
+    "cuda": "run.device",
+    "device_id": "run.device",
+}
+"""Keys by the words of other frameworks, with any group or with one."""
 
 
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
@@ -106,18 +136,34 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    # without its group a key is found by its last part
-    by_word = {name if group else name.rpartition(".")[2]: name for name in (*owners, *reversed(known))}
-    nearest = ""
-    for word in difflib.get_close_matches(key, by_word, n=1):
-        near = by_word[word]
-        place = "" if near in known else f" of {' or '.join(owners[near])}"
-        nearest = f" the nearest known one is {near}{place};"
+    near = nearest_key(key, [*known, *owners])
+    beginning = f"{key}={shown(value)} is an unknown key;"
+    if near:
+        place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""
+        return f"{beginning} the nearest known one is {near}{place}; see hpcfl list keys {near}"
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
-        f"{key}={shown(value)} is an unknown key;{nearest} allowed: {', '.join(siblings or GROUPS)}; "
+        f"{beginning} allowed: {', '.join(siblings or GROUPS)}; "
         f"see hpcfl list keys{f' {group}' if siblings else ''}"
     )
+
+
+def nearest_key(key: str, known: Collection[str]) -> str:
+    """Return the key of another framework's word, or the known key whose last word is the same, or similar
+    and in the same group; "" without one.
+
+    Among several with this word it is the one that is most similar as a whole.
+    """
+    group, last = key.partition(".")[0], key.rpartition(".")[2]
+    if other := OTHER_WORDS.get(key) or OTHER_WORDS.get(last):
+        return other
+    by_word: dict[str, list[str]] = {}
+    for name in known:
+        word = name.rpartition(".")[2]
+        if word == last or group not in GROUPS or name.startswith(f"{group}."):
+            by_word.setdefault(word, []).append(name)
+    words = difflib.get_close_matches(last, by_word, n=1)
+    return difflib.get_close_matches(key, by_word[words[0]], n=1, cutoff=0)[0] if words else ""
 
 
 def allowed(field: FieldInfo, of_method: Any = None) -> str:

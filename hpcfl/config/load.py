@@ -181,7 +181,10 @@ def _check_names(
     unknown = [
         key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
     ]
-    unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
+    for group in kinds:
+        for key, value in given[group].items():
+            if (name := f"{group}.{key}") not in known:
+                unknown += flatten({name: value}) or [name]
     if unknown:
         value = flatten({**tree, **given}).get(unknown[0], "")
         raise UserError(unknown_key(unknown[0], value, known, registries.by_group))

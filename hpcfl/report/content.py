@@ -136,6 +136,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "rounds": run.rounds,
         "isFinished": run.is_finished,
         "scored": scored_when(config.method.name, config.train),
+        "trainsSome": config.train.participation < 1 or config.clients.loses_members,
         "split": config.run.eval_split,
         "headline": _headline(run, clients, steps[-1]),
         "warnings": warnings,

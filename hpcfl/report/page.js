@@ -631,7 +631,8 @@ function overRounds(place, runs, isOne, kind) {
     add("unseen clients", runs[0].curves[`${kind}_unseen`]);
     if (kind === "loss") add("training loss", runs[0].curves.train_loss_mean);
     else for (const moment of ["after download", "after training"]) {
-      if (moment !== runs[0].scored) add(moment, runs[0].curves[`accuracy_${moment.replace(" ", "_")}`]);
+      const some = moment === "after training" && runs[0].trainsSome ? ", only the round's clients" : "";
+      if (moment !== runs[0].scored) add(moment + some, runs[0].curves[`accuracy_${moment.replace(" ", "_")}`]);
     }
   }
   const bands = hasBands ? `Bands: the ${isOne ? "middle half and the " : ""}middle eight tenths of the clients.` : "";

@@ -51,7 +51,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return a text of lines as `hpcfl compare` prints it."""
-        names = [_name(entry) for entry in self.entries]
+        names = self._names()
         lines = [["run", "mean accuracy", "spread over clients", "scored"]]
         for entry, name, mean in zip(self.entries, names, self.means, strict=True):
             spread = statistics.fmean(float(run.in_training["accuracy"].std()) for run in entry)
@@ -64,7 +64,8 @@ class Comparison:
         if any(diverged):
             times = ["diverged", *map(str, diverged)]
             lines = [[*line, added] for line, added in zip(lines, times, strict=True)]
-        pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
+        header = ["95 % over clients and seeds", "pairs", "95 % over seeds", "seeds"]
+        pairs = [["difference in points", "", *header]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
             line = [f"{names[first]} - {names[second]}", f"{100 * paired.over_clients.mean:+.2f}"]
@@ -76,14 +77,27 @@ class Comparison:
             [key, *("-" if value is None else str(value) for value in values)]
             for key, values in self.keys.items()
         ]
-        note = (
-            "*: the interval excludes 0. That over clients holds for these runs only; conclude on methods "
-            "from that over seeds."
+        has_star = any("*" in text for line in pairs for text in line[2:])
+        note = "*: the interval excludes 0. " * has_star
+        note += (
+            "The interval over clients and seeds holds for these runs only; conclude on methods from that "
+            "over seeds."
         )
         if len({run.config.data_seed for run in self.entries[0]}) < len(self.entries[0]):
             note += " All seeds have one partition of the data: the interval over seeds holds for this one."
         tables = [aligned(lines), aligned(pairs), [note], aligned(keys) if self.keys else ["no key differs"]]
         return "\n\n".join(map("\n".join, tables))
+
+    def _names(self) -> list[str]:
+        """Return the name of each entry: the folder of a single run, else the method, or with equal methods
+        the keys that differ."""
+        if len(self.entries[0]) == 1:
+            return [run.path.resolve().name for (run,) in self.entries]
+        methods = [entry[0].config.method.name for entry in self.entries]
+        if len(set(methods)) == len(methods):
+            return methods
+        by_entry = [zip(self.keys, values, strict=True) for values in zip(*self.keys.values(), strict=True)]
+        return [", ".join(f"{key}={value}" for key, value in of if value is not None) for of in by_entry]
 
 
 def compare(*runs: Run) -> Comparison:
@@ -109,6 +123,7 @@ def compare(*runs: Run) -> Comparison:
     for first, *others in zip(*entries, strict=True):
         for other in others:
             if changed := differences(first.config.sample_keys(), other.config.sample_keys()):
+                _check_seeds(_by_configuration(runs))
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their clients have other samples "
                     f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
@@ -124,16 +139,34 @@ def compare(*runs: Run) -> Comparison:
 
 def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
     """Return runs by configuration, in the order of their seeds; None unless all have the same seeds."""
+    found = _by_configuration(runs)
+    first, *others = found
+    is_twice = sum(map(len, found)) < len(runs)
+    if is_twice or not others or any(set(other) != set(first) for other in others):
+        return None
+    return tuple(tuple(of_seeds[seeds] for seeds in first) for of_seeds in found)
+
+
+def _by_configuration(runs: Sequence[Run]) -> list[dict[tuple[int, int], Run]]:
+    """Return runs by configuration, and then by `run.seed` and the seed of the data."""
     found: dict[str, dict[tuple[int, int], Run]] = {}
     for run in runs:
-        seeds = (run.config.run.seed, run.config.data_seed)
         configuration = json.dumps(_keys(run, without=SEEDS), sort_keys=True)
-        if found.setdefault(configuration, {}).setdefault(seeds, run) is not run:
-            return None
-    first, *others = found.values()
-    if not others or any(set(other) != set(first) for other in others):
-        return None
-    return tuple(tuple(of_seeds[seeds] for seeds in first) for of_seeds in found.values())
+        found.setdefault(configuration, {})[run.config.run.seed, run.config.data_seed] = run
+    return list(found.values())
+
+
+def _check_seeds(configurations: Sequence[Mapping[tuple[int, int], Run]]) -> None:
+    """Raise UserError if one of several configurations lacks a seed of another that has several."""
+    longest = max(configurations, key=len)
+    for shorter in configurations if len(longest) > 1 else ():
+        for seeds, run in longest.items():
+            if seeds not in shorter:
+                like = next(iter(shorter.values()))
+                raise UserError(
+                    f"{run.path} has run.seed={run.config.run.seed}, and no run like {like.path} has this "
+                    "seed; name one too, or leave the first out"
+                )
 
 
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -143,8 +176,3 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
 
 def _accuracies(entry: Sequence[Run]) -> list[list[float]]:
     return [run.in_training["accuracy"].tolist() for run in entry]
-
-
-def _name(entry: Sequence[Run]) -> str:
-    more = f" and {len(entry) - 1} more of other seeds" if len(entry) > 1 else ""
-    return f"{entry[0].path.resolve().name}{more}"

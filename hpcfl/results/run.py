@@ -5,6 +5,7 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,29 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
     return run
 
 
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folders of the runs in a folder of runs, such as a table's; else the folder itself."""
+    inside = {record.parent for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")}
+    # runs that --fresh moved aside do not belong to a table
+    current = sorted(path for path in inside if not re.search(r"\.old\d+$", path.name))
+    return [folder] if (folder / "config.yaml").is_file() or not current else current
+
+
+def finished_runs(folder: Path) -> list[Run]:
+    """Return the run in a folder, which may still be running, or all finished runs in a folder of runs.
+
+    Raises UserError as `load_run`, or if no run in it is finished.
+    """
+    folders = run_folders(folder)
+    runs = [load_run(path) for path in folders]
+    finished = runs if folders == [folder] else [run for run in runs if run.is_finished]
+    if not finished:
+        raise UserError(
+            f"{folder} has no finished run; name the folder of one that is running, such as {folders[0]}"
+        )
+    return finished
+
+
 class Run:
     """The run in a folder. Files are read when they are first asked for, and never written or locked."""
 
@@ -84,6 +108,10 @@ class Run:
         """Versions, processor, command and ranks."""
         self.rounds: int = self.record["train"]["rounds"]
         """The run's `train.rounds`."""
+
+    def __repr__(self) -> str:
+        accuracy = f"accuracy {self.last['accuracy_mean']:.2%}" if self.metrics else "no evaluation yet"
+        return f"<Run {self.path.name}: {self.status.state}, round {self.done}/{self.rounds}, {accuracy}>"
 
     @cached_property
     def config(self) -> Config:

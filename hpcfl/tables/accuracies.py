@@ -189,7 +189,7 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
         # fewer than train.rounds if train.patience has ended the run
         "rounds_done": float(run.done),
         # of trainable numbers, of all rounds and clients
-        "gigabytes": (last["bytes_down"] + last["bytes_up"]) / 1e9,
+        "bytes": last["bytes_down"] + last["bytes_up"],
     }
     for way in ("down", "up"):
         others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]

@@ -121,6 +121,9 @@ class Table:
         self._longest = 0
         self.cells = self._cells(layers, overrides, of_all, rounds)
         """All cells, ordered by seed, then by column, then by row."""
+        if rounds is not None and rounds >= self._longest:
+            most = f"no cell has more than {self._longest} rounds"
+            raise UserError(f"--rounds {rounds} shrinks nothing: {most}; leave it out")
         self._check(layers, overrides)
         rows = _matching("--row", in_rows, self.labels)
         self.chosen = [c for c in self.cells if c.column in self.chosen_columns and c.label in rows]
@@ -264,7 +267,7 @@ class Table:
     def _changes(self, seeds: Sequence[int], rounds: int | None, changes: Sequence[str]) -> str:
         """Return what follows the title: what the command line leaves out and changes."""
         shrunk = []
-        if rounds is not None and rounds < self._longest:
+        if rounds is not None:
             shrunk.append(f"at most {rounds} rounds instead of {self._longest}")
         if self.seeds != seeds:
             shrunk.append(f"seeds {_listed(self.seeds)} of {_listed(seeds)}")

@@ -16,6 +16,12 @@ NO_CELL = "-"
 ONLY_WHERE_THEY_DIFFER = ("finetune_epochs", "rounds")
 """Quantities of the default that are left out of a table where all rows have the same."""
 
+HIGHEST_IS_BEST = {
+    *("accuracy", "best", "weighted", "after_download", "after_training", "unseen", "worst_tenth"),
+    *("balanced_accuracy", "macro_f1", "auc"),
+}
+"""Quantities of which the table for LaTeX shows the best in bold."""
+
 
 def document(table: Table, results: Sequence[Result], compared: Sequence[Difference]) -> Document:
     """Return all that is printed of a table."""
@@ -55,7 +61,7 @@ def _overview(table: Table, results: Sequence[Result]) -> Grid:
         if result is None:
             return NO_CELL
         seeds = f", {result.missing} seed{'s' if result.missing > 1 else ''} missing"
-        published = "" if result.published is None else f" ({result.published:.2f})"
+        published = "" if result.published is None else f" ({result.published:.1f})"
         has_some = bool(result.runs and result.missing)
         return _shown(table.show[0], result, MISSING) + seeds * has_some + published
 
@@ -63,7 +69,8 @@ def _overview(table: Table, results: Sequence[Result]) -> Grid:
     caption = QUANTITIES[table.show[0]]
     if table.source or any(result.published is not None for result in results):
         caption += "; in brackets: published" + (f", {table.source}" if table.source else "")
-    return Grid(caption, ["method", *table.columns], rows)
+    compared = range(1, len(table.columns) + 1) if table.show[0] in HIGHEST_IS_BEST else ()
+    return Grid(caption, ["method", *table.columns], rows, highest_is_best=compared)
 
 
 def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
@@ -76,7 +83,8 @@ def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
             shown[name] = cells
     labels = [result.row.label for result in results]
     rows = [list(line) for line in zip(labels, *shown.values(), strict=True)]
-    return Grid(column, ["method", *(QUANTITIES[name] for name in shown)], rows)
+    compared = [number for number, name in enumerate(shown, 1) if name in HIGHEST_IS_BEST]
+    return Grid(column, ["method", *(QUANTITIES[name] for name in shown)], rows, highest_is_best=compared)
 
 
 def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
@@ -98,10 +106,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.paired is not None for difference in compared)
+    has_star = any(" *" in text for line in rows for text in line)
+    star = ", * where the 95 % interval excludes 0" * has_star
     return Grid(
-        "paired differences client by client, * where the 95 % interval excludes 0; compare methods by the "
-        f"interval over seeds (one run is one data point){of_one}; the interval over clients describes only "
-        "these runs",
+        f"paired differences client by client{star}; compare methods by the interval over seeds (one run is "
+        f"one data point){of_one}; the interval over clients and seeds describes only these runs",
         [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",
@@ -191,7 +200,7 @@ _OF_RUNS: dict[str, Callable[[Result], str]] = {
 """Of the quantities that are known after a run has finished: the text."""
 
 _OF_SETTINGS: dict[str, Callable[[Result], str]] = {
-    "published": lambda result: "" if result.published is None else f"{result.published:.2f}",
+    "published": lambda result: "" if result.published is None else f"{result.published:.1f}",
     "scored": lambda result: result.scored,
     "seeds": lambda result: str(len(result.runs)),
     "published_bytes": lambda result: (

@@ -18,7 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
-from hpcfl.formatting import percent
+from hpcfl.formatting import percent, unit_of_bytes
 from hpcfl.tables.accuracies import Result
 from hpcfl.tables.cells import Table, axes_by_diagnostic
 from hpcfl.tables.diagnostics_csv import History, evaluations
@@ -102,8 +102,12 @@ def _picture(
     size = [table.size] if table.size else []
     if isinstance(drawing, HeatMaps):
         return _heat_maps(table, drawing, title, size, results, histories)
-    notes = [*size, *_scored(results), *_missing(results)]
     done = [result for result in results if result.runs]
+    notes = [*size, *_scored(results)]
+    if any(len(result.runs) > 1 for result in done):
+        band = "bands: from the lowest to the highest seed"
+        notes.append(band if isinstance(drawing, Curves) else "whiskers: one standard deviation over seeds")
+    notes += _missing(results)
     if isinstance(drawing, Curves):
         return _curves(table, drawing, title, notes, done, histories)
     if isinstance(drawing, Bars):
@@ -164,7 +168,7 @@ def _heat_maps(
             lines[side], said = _matrices(drawing, result.column, axes, history)
             said.append(f"seed {seed}" + f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
             said.append(f"accuracy {percent(result.figures[seed]['accuracy_mean'])} %")
-            said += [] if result.published is None else [f"published {result.published:.2f} %"]
+            said += [] if result.published is None else [f"published {result.published:.1f} %"]
             notes.append(f"{side}: {', '.join(said)}".removeprefix(": "))
         elif result.runs:
             notes.append(f"{side or result.row.label}: its checkpoint holds no {name}")
@@ -398,8 +402,10 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes = body.subplots()
     names = _short_names(results)
     groups = list(dict.fromkeys(name.partition(", ")[0] for name in names))
-    gigabytes = [result.mean("gigabytes") or 0 for result in results]
-    for number, (result, name, at) in enumerate(zip(results, names, gigabytes, strict=True)):
+    sent = [result.mean("bytes") or 0 for result in results]
+    size, unit = unit_of_bytes(max(sent))
+    sent = [count / size for count in sent]
+    for number, (result, name, at) in enumerate(zip(results, names, sent, strict=True)):
         group, _, detail = name.partition(", ")
         look = groups.index(group) % len(MARKS)
         accuracy, spread = (
@@ -407,10 +413,10 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
         )
         axes.errorbar(at, accuracy, spread, fmt=MARKS[look], color=COLOURS[look], elinewidth=0.6, label=group)
         # towards the middle, and in turn above and below
-        side = "right" if at > (min(gigabytes) + max(gigabytes)) / 2 else "left"
+        side = "right" if at > (min(sent) + max(sent)) / 2 else "left"
         shift = (-3 if side == "right" else 3, -6 if number % 2 else 2)
         axes.annotate(detail or name, (at, accuracy), shift, textcoords="offset points", fontsize=5, ha=side)
-    axes.set_xlabel("GB down and up, all rounds and clients")
+    axes.set_xlabel(f"{unit} down and up, all rounds and clients")
     axes.set_ylabel("accuracy, %")
     axes.margins(0.2, 0.12)
     axes.xaxis.set_major_locator(MaxNLocator(6))

@@ -31,7 +31,10 @@ def write(table: Table) -> str:
     results = read_results(table)
     compared = differences(table, results)
     made = document(table, results, compared)
-    files: dict[str, str | bytes] = {"table.md": as_markdown(made), "table.tex": as_latex(made)}
+    files: dict[str, str | bytes] = {
+        "table.md": as_markdown(made),
+        "table.tex": as_latex(made, table.result_name),
+    }
     files["table.csv"] = _csv([_line(table, result) for result in results])
     if compared:
         files["differences.csv"] = _csv([_difference_line(table, one) for one in compared])

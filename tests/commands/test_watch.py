@@ -158,6 +158,19 @@ def test_watch_shows_a_finished_run(
     assert "state       finished" in watched(capsys, finished)
 
 
+def test_watch_shows_the_runs_in_a_folder_of_runs(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("all/a-s0", "all/a-s0.old1", "half/a-s0"):
+        shutil.copytree(finished, tmp_path / name)
+    lines = watched(capsys, tmp_path).splitlines()[1:]
+    assert [line.split()[:3] for line in lines] == [
+        ["all/a-s0", "finished", "3/3"],
+        ["half/a-s0", "finished", "3/3"],
+    ]
+    assert figures(watched(capsys, tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
+
+
 def test_watch_shows_no_accuracy_before_the_first_evaluation(
     finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hpcfl.commands.reference import keys
+from hpcfl.config.key_errors import OTHER_WORDS
 from hpcfl.config.keys import RESULT_NEUTRAL, Config, TrainConfig, flatten
 from hpcfl.config.load import differences
 from hpcfl.errors import UserError
@@ -177,8 +179,16 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
         ("rounds=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("method.k=1", "an unknown key; the nearest known one is method.k of method.name=heurpfedla"),
         ("data.partition.beta=1", "known one is data.partition.beta of data.partition.name=dirichlet or "),
-        ("data.partition.beta=1", "; allowed: data.partition.name, data.partition.path, data.partition.cl"),
-        ("num_clients=20", "=20 is an unknown key; the nearest known one is data.clients; allowed"),
+        ("data.partition.x=1", "; allowed: data.partition.name, data.partition.path, data.partition.cl"),
+        ("comm.bits=8", "comm.bits=8 is an unknown key; allowed: comm.codec, "),
+        ("num_clients=20", "=20 is an unknown key; the nearest known one is data.clients; see hpcfl list"),
+        ("data.partition.alpha=1 data.partition.name=dirichlet", "known one is data.partition.beta; see "),
+        ("data.alpha=0.1", "known one is data.partition.beta of data.partition.name=dirichlet or"),
+        ("data.patition.beta=0.1", "data.patition.beta=0.1 is an unknown key; the nearest known one is data"),
+        ("data.beta=0.1", "known one is data.partition.beta of data.partition.name=dirichlet or"),
+        ("data.dataset=mnist", "the nearest known one is data.source; see hpcfl list keys data.source"),
+        ("run.gpu=0", "the nearest known one is run.device; see"),
+        ("global_rounds=9", "the nearest known one is train.rounds; see"),
         ("mu=1", "=1 is an unknown key; the nearest known one is method.mu of method.name="),
         ("train.rounds=abc", "=abc is invalid; allowed: an integer >= 1 (default: 30)"),
         ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
@@ -215,6 +225,10 @@ def test_a_mistake_is_named_with_what_is_allowed(overrides: str, expected: str) 
     assert expected in message
     assert overrides.partition("=")[0].removesuffix(".x") in message
     assert "\n" not in message
+
+
+def test_words_of_other_frameworks_stand_for_keys_that_there_are() -> None:
+    assert {key.name for key in keys()} >= set(OTHER_WORDS.values())
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null"])

@@ -210,6 +210,17 @@ def test_unseen_clients_have_a_line_and_a_mark(browser: Browser, tmp_path: Path)
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
 
+@pytest.mark.parametrize("settings", [[], ["train.participation=0.5"], ["clients.drop_rate=0.1"]])
+def test_the_legend_says_of_which_clients_the_mean_after_training_is(
+    browser: Browser, tmp_path: Path, settings: list[str]
+) -> None:
+    folder = make_run(tmp_path / "run", rising(4, 5), ["method.name=fedavg", *settings])
+    with opened_page(browser, written(folder)) as opened:
+        legend = opened.page.locator("[data-chart=accuracy] .legend").inner_text()
+        assert "after training" in legend
+        assert ("after training, only the round's clients" in legend) == bool(settings)
+
+
 def test_accuracy_is_drawn_against_simulated_time(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rising(4, 5), ["method.name=fedavg", "clients.step_s=1"])
     with drawn(browser, written(folder), *NO_PICTURE, "by-simulated") as page:

@@ -34,10 +34,14 @@ def test_differences_intervals_and_keys_equal_those_by_hand(
     assert paired.over_clients.count == 4
     assert dict(found.keys) == {"method.name": ("fedavg", "local"), "train.lr": (0.05, 0.1)}
     assert main(["compare", str(one.path), str(other.path)]) == FINISHED
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    assert "*: the interval" not in out
+    lines = out.splitlines()
     assert ["A-s0", "-", "B-s0", "+10.00", "±", "12.99", "4", "-", "1"] in [line.split() for line in lines]
     assert lines[-2].split() == ["method.name", "fedavg", "local"]
     assert "diverged" not in str(lines)
+    assert main(["compare", str(tmp_path)]) == FINISHED
+    assert capsys.readouterr().out == out
     other.clients["diverged"][1:] += 2
     header, *rows = (line.split() for line in str(hpcfl.compare(one, other)).splitlines()[:3])
     assert header[-2:] == ["scored", "diverged"]
@@ -53,8 +57,20 @@ def test_differences_intervals_and_keys_equal_those_by_hand(
     assert both.difference(1, 0).over_clients.mean == pytest.approx(-0.2)
     assert both.difference().over_clients.count == 8
     assert "run.seed" not in both.keys
-    assert "A-s0 and 1 more of other seeds" in str(both)
+    assert "\nfedavg - local  " in str(both)
     assert "one partition" not in str(both)
+
+
+def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / f"{lr}-s{seed}", f"train.lr={lr}", f"run.seed={seed}", accuracies=(lr,) * 4)
+        for lr in (0.1, 0.2)
+        for seed in (0, 1)
+    ]
+    text = str(hpcfl.compare(*runs))
+    assert "\ntrain.lr=0.1 - train.lr=0.2  -10.00" in text
+    assert "± 0.00 *" in text
+    assert "*: the interval excludes 0. The interval over clients and seeds" in text
 
 
 def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path) -> None:
@@ -96,6 +112,9 @@ def test_other_seeds_and_equal_folders_are_refused_with_advice(tmp_path: Path) -
         hpcfl.compare(one, two)
     with pytest.raises(UserError, match="a run is named twice; compare runs in two folders"):
         hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
+    other = made(tmp_path / "B-s1", "run.seed=1", "method.name=local")
+    with pytest.raises(UserError, match=r"A-s2 has run.seed=2, and no run like \S*B-s1 has this seed;"):
+        hpcfl.compare(one, two, other)
     of_seeds = [made(tmp_path / f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):
         hpcfl.compare(*of_seeds)

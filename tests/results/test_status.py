@@ -56,6 +56,12 @@ def test_the_best_round_is_the_first_of_highest_accuracy_and_not_nan(tmp_path: P
     assert run.samples_by_class("train_samples").tolist() == [[40, 0], [0, 40]]
 
 
+def test_a_run_is_printed_with_its_name_and_progress(folder: Path) -> None:
+    made = Run(make_run(folder / "mine", np.array([[0.5], [0.25]])))
+    assert str(made) == "<Run mine: finished, round 2/2, accuracy 25.00%>"
+    assert repr(Run(folder)) == f"<Run {folder.name}: stopped, round 0/3, no evaluation yet>"
+
+
 @pytest.mark.parametrize("line", [row(2)[:5], "garbage", f"{row(2)[:-1]}x", "", b"\xff".join([b"2", b"3"])])
 def test_a_damaged_line_is_named(folder: Path, line: str | bytes) -> None:
     data = line if isinstance(line, bytes) else line.encode()

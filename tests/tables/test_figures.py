@@ -212,7 +212,7 @@ def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
     assert "one partition" not in text
     assert (table.folder / "table.md").read_text().endswith(f"\n\n{note}\n")
     latex = note.replace("%", r"\%")
-    assert (table.folder / "table.tex").read_text().endswith(f"\\noindent {latex}\\par\n")
+    assert f". {latex}}}\n\\label{{tab:two-3}}\n" in (table.folder / "table.tex").read_text()
 
 
 def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
@@ -318,12 +318,14 @@ def test_the_printed_table_is_as_expected(table: Table) -> None:
     assert lines[0] == "# Two & two"
     assert lines[2] == "tiny: 4 clients"
     assert (table.folder / "table.md").read_text().startswith("# Two & two\n\ntiny: 4 clients\n")
-    assert r"\textbf{Two \& two}" in (table.folder / "table.tex").read_text()
+    latex = (table.folder / "table.tex").read_text()
+    assert r"\caption{Two \& two: accuracy, \%; in brackets: published, table 9. tiny: 4 clients. S" in latex
+    assert "ours\\_1 & \\textbf{70.0} $\\pm$ 5.0 (61.4) & missing (7.0)" in latex
     assert rows_below("accuracy, %; in brackets: published, table 9:", text, 4) == [
         ["method", "easy", "hard"],
-        ["ours_1", "70.0 ± 5.0 (61.43)", "missing (7.00)"],
+        ["ours_1", "70.0 ± 5.0 (61.4)", "missing (7.0)"],
         ["theirs", "60.8 ± 5.2", "-"],
-        ["alone", "missing", "missing (50.00)"],
+        ["alone", "missing", "missing (50.0)"],
     ]
     header, ours, theirs, alone = rows_below("easy:", text, 4)
     assert "fine-tuning epochs" in header
@@ -331,7 +333,7 @@ def test_the_printed_table_is_as_expected(table: Table) -> None:
     assert "tuned on validation samples" not in header
     of_ours = dict(zip(header, ours, strict=False))
     assert of_ours["accuracy, %"] == "70.0 ± 5.0"
-    assert of_ours["published, %"] == "61.43"
+    assert of_ours["published, %"] == "61.4"
     assert {"after training", "1,000", "10 + 2"} <= set(ours)
     assert "5" in theirs
     assert alone[:2] == ["alone", "missing"]

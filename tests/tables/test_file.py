@@ -182,8 +182,9 @@ def test_the_title_names_fewer_rounds_and_seeds_and_the_folder_is_another(folder
     assert table.title == "A paper's table (shrunk: at most 25 rounds instead of 40, seeds 5 of 3, 5)"
     assert (table.folder, table.result_name) == (Path("runs/paper-25rounds"), "paper-25rounds-seeds5")
     assert Table(folder / "paper.yaml", seeds=[3, 5]).title == "A paper's table"
-    untouched = Table(folder / "paper.yaml", [], folder / "out", rounds=40)
-    assert (untouched.title, untouched.folder) == ("A paper's table", folder / "out")
+    for rounds in (40, 41):
+        with pytest.raises(UserError, match="no cell has more than 40 rounds; leave it out"):
+            Table(folder / "paper.yaml", [], folder / "out", rounds=rounds)
     fewer = Table(folder / "paper.yaml", seeds=[5])
     # cells of the other seeds may come later, but their results are no results of all
     assert (fewer.folder, fewer.result_name) == (Path("runs/paper"), "paper-seeds5")
@@ -329,10 +330,10 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("columns: [few]", "columns: [many]", ", compare ours with local: its columns need a cell of both"),
         ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
-        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: Input should be 'after_download'"),
+        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: it must be 'after_download'"),
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
-        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: Input should be"),
+        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_heat_map_shows_the_weights_of_the_checkpoint(toy: dict[str, Figure], 
         f"{float(read_csv(whole / f'{slug}-s0' / 'metrics.csv')[-1]['accuracy_mean']):.1%}" for slug in SLUGS
     ]
     shown = texts(toy["figure_a"])
-    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in shown
+    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.4 %" in shown
     assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in shown
 
 
@@ -263,6 +263,7 @@ def test_curves_are_accuracies_over_rounds(toy: dict[str, Figure], whole: Path) 
     assert panels(toy["figure_d"])[0].get_ylabel() == "accuracy, %, client 4"
     scored = "scored after download: HeurpFedLA, k = 2; after training: Local"
     assert scored in texts(toy["figure_c"])
+    assert "bands: from the lowest to the highest seed" in texts(toy["figure_c"])
 
 
 def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Figure], whole: Path) -> None:
@@ -287,12 +288,14 @@ def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Figure], whol
 
 def test_points_are_drawn_at_the_bytes_of_the_run(toy: dict[str, Figure], whole: Path) -> None:
     [axes] = panels(toy["figure_f"])
+    assert axes.get_xlabel() == "MB down and up, all rounds and clients"
+    assert "whiskers: one standard deviation over seeds" in texts(toy["figure_f"])
     assert list(dict.fromkeys(axes.get_legend_handles_labels()[1])) == ["HeurpFedLA", "Local"]
     runs = (SLUGS[0], "gamma-0.9/local", SLUGS[1])
     for (point, *_), run in zip(axes.containers, runs, strict=True):
         last = [read_csv(whole / f"{run}-s{seed}" / "metrics.csv")[-1] for seed in (0, 1)]
         sent = np.mean([int(one["bytes_down"]) + int(one["bytes_up"]) for one in last])
-        assert np.asarray(point.get_xdata()) * 1e9 == pytest.approx([sent])
+        assert np.asarray(point.get_xdata()) * 1e6 == pytest.approx([sent])
         mean = 100 * np.mean([float(one["accuracy_mean"]) for one in last])
         assert np.asarray(point.get_ydata()) == pytest.approx([mean])
     assert [text.get_text() for text in axes.texts] == [
@@ -441,11 +444,15 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
     [
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
-        ("{draw: bars}", "{draw: pie}", ", figure 5: Input tag 'pie' found using 'draw' does not match any"),
+        (
+            "{draw: bars}",
+            "{draw: pie}",
+            ", figure 5: draw=pie is unknown; allowed: heat_maps, curves, bars, points",
+        ),
         ("bars}", "bars, acuracy: best}", ", figure 5: acuracy is an unknown key; allowed: draw, accuracy;"),
-        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: Input should be 'linear'"),
+        ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: it must be 'linear'"),
         ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
-        ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: Input should be greater than 0"),
+        ("low: 0.01", "low: 0", ", figure 2: low=0 is invalid: it must be greater than 0"),
         (
             "alpha, layers: [conv1, fc2], rounds",
             "beta, layers: [conv1, fc2], rounds",
