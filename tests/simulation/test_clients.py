@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kinds import FEW_ROUNDS, words_of
 from processes import run_in_one_world
 
 from hpcfl.communication.messages import Cohort
+from hpcfl.communication.traffic import Traffic
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import Context
@@ -53,11 +56,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """Return what each round enters in the ledger, by name."""
     rounds: list[dict[str, object]] = []
     record = Ledger.record_round
-    names = ("cohort", "moved", "steps", "losses", "loss", "train_s", "diverged", "lost", "simulated_s")
 
-    def keeping(self: Ledger, *figures: object) -> None:
-        rounds.append(dict(zip(names, figures, strict=True)))
-        record(self, *figures)  # type: ignore[arg-type]
+    def keeping(self: Ledger, cohort: Cohort, traffic: Sequence[Traffic], **figures: Any) -> None:
+        rounds.append({"cohort": cohort, "traffic": traffic, **figures})
+        record(self, cohort, traffic, **figures)
 
     monkeypatch.setattr(Ledger, "record_round", keeping)
     return rounds
@@ -109,7 +111,7 @@ def test_power_of_choice_uses_the_losses_of_earlier_rounds(
     assert len(recorded) == len(known) == 6
     assert np.isnan(known[0]).all()
     for number, losses in enumerate(known):
-        cohort, mean = recorded[number]["cohort"], recorded[number]["loss"]
+        cohort, mean = recorded[number]["cohort"], recorded[number]["train_loss"]
         assert isinstance(cohort, Cohort)
         assert list(cohort.clients) == of_highest_loss(drawn_by_size(sizes, 3, 0, number), losses, 2)
         later = known[number + 1] if number < 5 else run.simulation.ledger.client_losses
@@ -253,7 +255,7 @@ def test_the_bytes_of_the_simulated_clock_are_those_of_the_ledger(
     keys = [*settings, *method_settings(case), "train.rounds=2", "clients.step_s=0", "clients.bytes_per_s=8"]
     assert run_here(tmp_path / "run", [*keys, "clients.deadline_s=1e9"]) == FINISHED
     for figures in recorded:
-        down, up = figures["moved"]  # type: ignore[misc]
+        down, up = figures["traffic"]  # type: ignore[misc]
         assert figures["simulated_s"] == (down.total + up.total).max() / 8
         assert figures["lost"] == []
 
