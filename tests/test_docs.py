@@ -205,9 +205,9 @@ FAULTS = {
     "a link that is slow, or back before `run.timeout` and before the network gives up": (
         "test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing"
     ),
+    "data that one node lacks": "test_data_that_one_node_lacks_are_reported",
     "nodes, or scripts on several ranks, with different data": "test_ranks_with_different_data_are_refused",
     "data that have changed since the checkpoint": "test_a_run_is_not_resumed_with_other_data",
-    "data that one node lacks": "test_data_that_one_node_lacks_are_reported",
     "nodes with other versions of hpcfl, Python, torch or NumPy": (
         "test_different_versions_on_one_node_are_reported"
     ),
