@@ -227,6 +227,7 @@ def test_a_table_states_that_the_values_of_its_baselines_were_tuned_on_validatio
     [
         ("fedafk_table5_small", "fedafk_tuning"),
         ("fedmn_switches_small", "fedmn_switches_tuning"),
+        ("pfedla_table1_large_tests", "pfedla_table1_tuning"),
         ("pfedla_table2_large_tests", "pfedla_table2_tuning"),
         ("pfedmb_table1_small", "pfedmb_tuning"),
         ("pfedmb_table2_small", "pfedmb_tuning"),
