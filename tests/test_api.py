@@ -18,11 +18,12 @@ from torch.utils.data import TensorDataset
 import hpcfl
 from hpcfl import api
 from hpcfl.communication.messages import Message
+from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
-from hpcfl.results.run import Run
+from hpcfl.results.run import Run, load_run
 from hpcfl.training.client_group import ClientGroup
 
 SMALL = ["data.clients=3", "data.per_client=40", "train.rounds=2", "train.local_epochs=1", "run.report=false"]
@@ -121,6 +122,14 @@ def test_a_dataset_may_be_the_source(tmp_path: Path, has_channels: bool) -> None
     assert found.network(0)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
     with pytest.raises(UserError, match=r"data\.source"):
         run(keys, dataset=TensorDataset(1 - images, labels), out=tmp_path / "run")
+
+
+def test_a_run_on_a_dataset_is_read_only_where_the_script_gives_it(tmp_path: Path) -> None:
+    dataset = TensorDataset(torch.rand(120, 8, 8), torch.arange(120) % 4)
+    found = run("model.name=mlp", method="fedavg", dataset=dataset, out=tmp_path / "run")
+    del SOURCES[found.config.data.source]
+    with pytest.raises(UserError, match=r"a data set that a script gave to hpcfl\.run; call it again"):
+        load_run(tmp_path / "run")
 
 
 def test_a_run_has_its_page_and_may_be_started_in_a_thread(tmp_path: Path) -> None:

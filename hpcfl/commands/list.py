@@ -101,8 +101,7 @@ def _chosen(words: Sequence[str]) -> list[Key]:
 
 def _groups_of_kinds() -> list[str]:
     """Return the groups of the keys of each method, model and partition, also of those without keys."""
-    of_partitions = [f"data.partition.{name}" for name in PARTITIONS]
-    return [*(f"method.{name}" for name in METHODS), *(f"model.{name}" for name in MODELS), *of_partitions]
+    return [f"{group}.{name}" for group, registry in REGISTRIES.by_group.items() for name in registry.known]
 
 
 def _names(key: Key) -> set[str]:

@@ -22,6 +22,7 @@ from hpcfl.config.keys import (
     CommConfig,
     Config,
     DataConfig,
+    Optimiser,
     ServerConfig,
     Settings,
     TrainConfig,
@@ -32,8 +33,8 @@ from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
 
-ADAM, ADAM_LR = ("adam", "adamw"), 0.001
-"""Values of `train.optimiser`, and the default of `train.lr` with them."""
+ADAM_LR = 0.001
+"""Default of `train.lr` with a `train.optimiser`."""
 
 DEFAULT_CLIENTS = 10
 """Number of clients if neither the user nor the data gives one."""
@@ -64,7 +65,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     if registries.partition.known[names["data.partition"]].counts is not None and data.get("clients") is None:
         data["clients"] = DEFAULT_CLIENTS
     of_method = registries.method.known[names["method"]].traits.defaults
-    if given["train"].get("optimiser") in ADAM:
+    if given["train"].get("optimiser") in get_args(Optimiser):
         of_method = of_method | {"train": of_method["train"] | {"lr": ADAM_LR}}
     for group, others in of_method.items():
         given[group] = others | given[group]

@@ -75,10 +75,12 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the folders of the runs in a folder of runs, such as a table's; else the folder itself."""
+    if (folder / "config.yaml").is_file():
+        return [folder]
     inside = {record.parent for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")}
     # runs that --fresh moved aside do not belong to a table
     current = sorted(path for path in inside if not re.search(r"\.old\d+$", path.name))
-    return [folder] if (folder / "config.yaml").is_file() or not current else current
+    return current or [folder]
 
 
 def finished_runs(folder: Path) -> list[Run]:
