@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -157,7 +157,6 @@ def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> Da
         std=tuple(map(float, std)),
         num_classes=arrays.num_classes,
         num_samples=tuple(len(part.train) for part in parts),
-        digest=digest_of(arrays),
     )
 
 
@@ -190,7 +189,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
     device = configure_process(config.run, world)
     arrays, parts = load_data(config)
-    data = describe(config.data, arrays, parts)
+    data = replace(describe(config.data, arrays, parts), digest=digest_of(arrays))
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     check_large_state(method, world)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from sklearn import metrics
-from sklearn.calibration import calibration_curve
 
 from hpcfl.training.metrics import BINS, CLIENT_METRICS, confusion, metrics_of
 
@@ -35,6 +33,10 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true:UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_equal_scikit_learn_s(case: str) -> None:
+    # here, as every process of the tests would need a second and more for this
+    from sklearn import metrics
+    from sklearn.calibration import calibration_curve
+
     probabilities, y = CASES[case]
     predicted, top, classes = (
         *(probabilities.argmax(axis=1), probabilities.max(axis=1)),
