@@ -10,6 +10,14 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test
 
+# The tests write thousands of small files, which takes a fifth less time in memory, where that has 4 GB for them.
+room_kb=$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)
+if [ -z "${TMPDIR:-}" ] && [ "${room_kb:-0}" -gt 4000000 ]; then
+    TMPDIR=$(mktemp --directory --tmpdir=/dev/shm)
+    export TMPDIR
+    trap 'rm -rf "$TMPDIR"' EXIT
+fi
+
 # A file's tests stay together, since they share runs; tests/conftest.py has the longest files first. Three workers more than
 # there are cores: tests of jobs, signals and timeouts wait for much of their time.
 python -m pytest --numprocesses "$(($(env -u OMP_NUM_THREADS nproc) + 3))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"

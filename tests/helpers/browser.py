@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from playwright.sync_api import Browser, Page, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -31,6 +33,8 @@ def browser_program() -> str | None:
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
     """Start the browser of `browser_program`, which must be there."""
+    from playwright.sync_api import sync_playwright
+
     flags = ["--disable-gpu", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_program(), args=flags)

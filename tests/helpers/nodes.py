@@ -159,7 +159,11 @@ def simulated_nodes(count: int) -> Iterator[Nodes]:
         switch = _start_idle("ip link add br0 type bridge && ip link set br0 up", "--net", idle)
         for number, name in enumerate(names, 1):
             # MPI finds network interfaces in /sys
-            prepare = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"
+            prepare = "mount -t sysfs sysfs /sys"
+            # a node keeps the files of the tests, though they may be in /dev/shm
+            files = tempfile.gettempdir()
+            prepare += f" && mount --bind {files} /mnt && mount -t tmpfs tmpfs /dev/shm"
+            prepare += f" && mkdir -p {files} && mount --move /mnt {files}"
             prepare += f" && mount --bind {folder}/hosts /etc/hosts"
             # by this Linux distinguishes machines
             (folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")

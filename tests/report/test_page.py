@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from browser import browser_program, opened_browser, opened_page
 from made_runs import LAYERS, make_run, metrics_of_runs, rising
-from playwright.sync_api import Browser, Locator, Page
 
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report.page import write_report
 from hpcfl.results.run import load_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = pytest.mark.skipif(
     browser_program() is None, reason="there is no chromium, chromium-browser or google-chrome in PATH"
