@@ -36,7 +36,8 @@ class ElasticParams(Params):
 
     tau: float = Field(0.5, ge=0)
     """Shortest factor of a step (authors: 0.5), that of numbers to which all clients are equally sensitive;
-    with 1 and a single client in each round, the method is FedAvg."""
+    with 1 and a single client in each round, the method is FedAvg, except that numbers of which Omega is 0
+    have a step twice as long."""
     mu: float = Field(0.95, ge=0, lt=1)
     """Share that the sensitivity keeps of itself in each mini-batch (authors: 0.95); 0 takes the last
     mini-batch alone."""

@@ -5,8 +5,11 @@ classification, arXiv 1909.06335, 2019.
 
 This is FedAvg with `server.optimiser=momentum`, which any method takes whose server averages.
 
-Choices: plain momentum, as the paper's algorithm has it, no Nesterov's; beta1 is `server.beta1` (the paper
-tries 0, 0.7, 0.9, 0.97, 0.99 and 0.997), lr is `server.lr`. beta1 = 0 with lr = 1 is FedAvg.
+Differs from the paper:
+  momentum     is plain, as the paper's formula has it; its experiments have Nesterov's
+
+Choices: beta1 is `server.beta1` (the paper tries 0, 0.7, 0.9, 0.97, 0.99 and 0.997), lr is `server.lr`.
+beta1 = 0 with lr = 1 is FedAvg.
 """
 
 from __future__ import annotations

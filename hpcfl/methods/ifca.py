@@ -8,10 +8,11 @@ All k models go down; one model and the number c_i go up. The evaluated model is
 smallest training loss (the authors' script chooses by the loss on test data).
 
 Choices: models are averaged (the paper's other variant averages gradients). The weights of the mean are
-training-set sizes. The first model is the common initial model, the others are independent draws (equal
-models would stay equal). Ties go to the lowest number. Losses are computed in evaluation mode, and each model
-has its own running statistics. There are no restarts in search of balanced clusters. With k = 1 the method
-equals FedAvg bit for bit. A client that takes no part in training fine-tunes the model that it picks.
+training-set sizes (paper: uniform). The first model is the common initial model, the others are independent
+draws (equal models would stay equal). Ties go to the lowest number. Losses are computed in evaluation mode,
+and each model has its own running statistics. There are no restarts in search of balanced clusters. With
+k = 1 the method equals FedAvg bit for bit. A client that takes no part in training fine-tunes the model that
+it picks.
 """
 
 from __future__ import annotations
