@@ -15,6 +15,11 @@ Differs from the authors' code:
                and no mean: clients with equal traces a sample count by their samples
   loss         a mean over samples and features. (The authors add up the means of each class of a mini-batch.)
   who          the clients of the round's cohort alone compute it. (In the authors' code all clients do.)
+  start        each client aligns the server's phi. (In the authors' code a client's alignment changes the
+               server's model, from which the next client of the round starts.)
+  evaluated    the newest phi after the alignment, with the client's own head. (The authors' code scores phi_i
+               and h_i after the client's last training.) The next round aligns again, in the same order of
+               samples
 
 Choices:
   first round  a client that has not trained yet has no C_i,c that mean anything: it takes over phi as it is
@@ -23,8 +28,6 @@ Choices:
   weights      the information is that of body and head, in evaluation mode. Clients send its mean over
                samples, which fits into codecs better than the sum. If it is 0 for all clients of a round,
                training-set sizes are the weights
-  evaluated    the newest phi after the alignment, with the client's own head. The next round aligns again, in
-               the same order of samples
   unseen       a client that takes no part in training learns a head under phi as it is, as in FedPer
 """
 

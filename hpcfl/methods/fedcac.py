@@ -8,12 +8,12 @@ cautiously aggressive collaboration, ICCV 2023.
     C_i      = {i} and all j with O_ij >= mean O + t / beta (max O - mean O),  mean and max over all pairs
     u_i     <- M_i (mean of theta_j over C_i) + (1 - M_i) (mean of theta_j over all clients)
 
-t is the number of finished rounds. So clients share their critical numbers with fewer and fewer others; after
-round beta with none, unless all O_ij are equal.
+t is the number of finished rounds. So clients share their critical numbers with fewer and fewer others: at
+t = beta with those of the largest O_ij alone, and later with none, unless all O_ij are equal.
 
 Differs from PFLlib's code:
-  first round  there the clients' critical numbers go back to the initial model after round 1, and t is one
-               more than here
+  first round  there the clients' critical numbers go back to the initial model after round 1
+  evaluated    there u_i is scored, before training
 
 Choices: the mean over C_i is plain, that over all clients weighted by training-set sizes (both as in
 PFLlib). A number that moved by no more than rounding errors, such as a bias before BatchNorm, is never

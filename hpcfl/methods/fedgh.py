@@ -9,7 +9,8 @@ The head h goes down and the prototypes C_i,c go up; the body stays with the cli
 Choices the paper leaves open:
   steps        the server does `method.server_epochs` over the prototypes of the round, in mini-batches of
                `train.batch_size` in random order. It has neither momentum nor weight decay, and its learning
-               rate does not decay. Each prototype counts the same, whatever its number of samples
+               rate does not decay. Each prototype counts the same, whatever its number of samples. (The
+               authors' code passes over single prototypes; its optimiser lacks h, which so never moves.)
   prototypes   are computed after the local epochs, over the training set, in evaluation mode
   upload       it has K rows, with zeros for classes that the client does not hold, and a byte for each class.
                (The paper's has rows only for the classes that the client holds.)
