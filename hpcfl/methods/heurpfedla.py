@@ -5,8 +5,9 @@
     then pFedLA's training; Delta_i of all layers goes up
 
 Choices the paper leaves open:
-  ties         a layer is not retained if one that is not among the k has the same weight: until a client has
-               taken part twice, and its weights have moved, none is
+  ties         a layer is not retained if one that is not among the k has the same weight. So with
+               `method.head_init=zero` none is until a client has taken part twice, and its weights have
+               moved; other heads have different weights from the start, and choose k layers at random
   retained     a retained layer gives no gradient and its head does not move; embedding and trunk still do
   traffic      only the download shrinks, as the paper's table 3 has it: others need theta_i^l
   step         the choice compares self-weights of different layers, so it depends on how far the heads of

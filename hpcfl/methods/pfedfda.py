@@ -18,8 +18,10 @@ Choices:
   features     m and S are those of the trained f_i, in evaluation mode. (The authors' code takes the features
                of all local epochs, while f_i still changes.)
   beta_i       the one of 0, 0.1, .., 1 with the least cross-entropy on held-out samples, for means and
-               covariance alike (authors: at most ten steps of L-BFGS). Each class is divided at random into
-               two folds; m and S of each fold are tried on the other
+               covariance alike. (The authors' code finds one for the means and one for the covariance, or
+               with `--single_beta` one for both, by at most ten steps of L-BFGS.) Each class is divided at
+               random into two folds; m and S of each fold are tried on the other. All samples count. (The
+               authors' code leaves out a class with a single sample.)
   absent       a class with at most two samples, in all or in a fold, has mu_c in the place of m_c there (as
                in the authors' code). So mu_c moves no further than the clients that hold c move it
   priors       pi_i are (shares + epsilon) / their sum, so that a class that the client lacks has some chance;
