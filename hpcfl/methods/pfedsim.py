@@ -53,7 +53,8 @@ class PFedSim(ModelBank):
     def __init__(self, context: Context, params: PFedSimParams) -> None:
         super().__init__(context, params)
         self._head_shape = (context.num_classes, num_features(self))
-        self._warm_up = int(params.warm_up * context.train.rounds)
+        # without rounding, 0.29 of 100 rounds would be 28
+        self._warm_up = int(round(params.warm_up * context.train.rounds, 9))
 
     def server_state(self) -> State:
         return super().server_state() | {"theta": self.context.initial_parameters()}

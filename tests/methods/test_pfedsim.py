@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import assert_close, batches_of, gradient, mean_by_samples, method_of, step_size
+from by_hand import assert_close, batches_of, cohort_of, gradient, mean_by_samples, method_of, step_size
 from harness import MLP, UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
+from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
+from hpcfl.config.keys import TrainConfig
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedsim import PFedSim
 
@@ -94,6 +96,17 @@ def test_rounds_equal_those_by_hand(warm_up: str, rounds: int) -> None:
     assert run.clients["has_own"].nonzero().flatten().tolist() == sorted(known)
     expected = torch.stack([models[client] if client in known else w for client in range(4)])
     assert_close(run.evaluated()["theta"], expected)
+
+
+def test_a_share_that_is_a_whole_number_of_rounds_loses_none_to_rounding() -> None:
+    context = method_of(PFedSim, 2).context
+    context.train = TrainConfig(rounds=100)
+    method = PFedSim(context, PFedSim.Params(warm_up=0.29))
+    for number, rest in ((28, 0), (29, 2)):
+        server = method.server_state()
+        sent = upload_of({"theta": random(2, method.layout.size)})
+        method.aggregate(server, cohort_of(method, range(2), number), sent)
+        assert server["is_known"].sum() == rest
 
 
 def test_a_client_without_a_finite_model_starts_from_that_of_the_warm_up() -> None:
