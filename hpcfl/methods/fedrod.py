@@ -16,7 +16,8 @@ does not compete; n_c counts all training samples, so this class is never the la
 one class only has a balanced loss of 0 and returns phi and g unchanged, except for weight decay. It keeps its
 weight in the mean, as in the paper: this shortens the server's step but does not change its direction. If all
 clients have one class only, only the personal heads learn. A client that takes no part in training learns
-p_i alone, beside phi and g as they are, from its start or, with `method.hyper_head`, from what H makes.
+p_i alone, beside phi and g as they are, from its start or, with `method.hyper_head`, from what H makes;
+weight decay then acts on g + p_i.
 """
 
 from __future__ import annotations
