@@ -149,6 +149,7 @@ def skip_without(programs: Sequence[str], what: str, packages: str) -> None:
 def simulated_nodes(count: int) -> Iterator[Nodes]:
     """Simulate `count` nodes inside the block; skip the test, with the reason, where this is not possible."""
     skip_without(PROGRAMS, "no nodes here", "package iproute2")
+    files = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))
     names = [f"n{number}" for number in range(1, count + 1)]
     hosts = "".join(f"10.77.0.{number} n{number}\n" for number in range(1, count + 1))
@@ -161,7 +162,6 @@ def simulated_nodes(count: int) -> Iterator[Nodes]:
             # MPI finds network interfaces in /sys
             prepare = "mount -t sysfs sysfs /sys"
             # a node keeps the files of the tests, though they may be in /dev/shm
-            files = tempfile.gettempdir()
             prepare += f" && mount --bind {files} /mnt && mount -t tmpfs tmpfs /dev/shm"
             prepare += f" && mkdir -p {files} && mount --move /mnt {files}"
             prepare += f" && mount --bind {folder}/hosts /etc/hosts"
