@@ -18,6 +18,6 @@ if [ -z "${TMPDIR:-}" ] && [ "${room_kb:-0}" -gt 4000000 ]; then
     trap 'rm -rf "$TMPDIR"' EXIT
 fi
 
-# A file's tests stay together, since they share runs; tests/conftest.py has the longest files first. Three workers more than
+# A file's tests stay together, since they share runs; tests/conftest.py has the longest files first. Two workers more than
 # there are cores: tests of jobs, signals and timeouts wait for much of their time.
-python -m pytest --numprocesses "$(($(env -u OMP_NUM_THREADS nproc) + 3))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest --numprocesses "$(($(env -u OMP_NUM_THREADS nproc) + 2))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -223,4 +224,6 @@ def pytest_exception_interact(node: pytest.Item, report: Any) -> None:
         reporter = node.config.pluginmanager.getplugin("terminalreporter")
         reporter.write_line(f"\nrank {world.rank} of {world.size}: {node.nodeid}\n{report.longreprtext}")
         reporter.flush()
+        # mpirun may drop what it has not yet forwarded when a rank aborts
+        time.sleep(0.2)
         world.abort(1)
