@@ -21,7 +21,6 @@ from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.diagnostics_csv import History
-from hpcfl.tables.drawing import draw
 from hpcfl.tables.file import QUANTITIES, Curves
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
 from hpcfl.training.metrics import CLIENT_METRICS
@@ -415,6 +414,8 @@ def test_results_of_every_client_are_beside_the_table_file(table: Table, tmp_pat
 @pytest.mark.parametrize("client", [None, 1])
 def test_curves_show_the_rounds_that_all_seeds_have(table: Table, client: int | None) -> None:
     """As with train.patience, seeds 1 and 2 end after round 4, of 70 %, and seed 0 after round 8."""
+    from hpcfl.tables.drawing import draw
+
     table.drawings = [Curves(draw="curves", client=client)]
     results = read_results(table)[:1]
     histories = {}

@@ -7,15 +7,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
 import pytest
 import yaml
 from bits import read_csv, refused, tiny_settings
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from processes import REPOSITORY, run_tree
 from table_files import refused_once_changed
 
@@ -23,11 +21,14 @@ import hpcfl.storage.checkpoint
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
-from hpcfl.tables import drawing
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics_csv import evaluations, read_histories
 from hpcfl.tables.write_results import write_from_histories
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TABLES = REPOSITORY / "configs" / "tables"
 FIGURE_FILES = [path for path in sorted(TABLES.glob("*.yaml")) if "\nfigure:" in path.read_text()]
@@ -88,6 +89,8 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
 @pytest.fixture
 def png_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare a test the same picture as PDF."""
+    from hpcfl.tables import drawing
+
     monkeypatch.delitem(drawing.WITHOUT_CLOCK_AND_VERSION, "pdf")
 
 
@@ -162,6 +165,8 @@ def toy(words: list[str], whole: Path) -> dict[str, Figure]:
 
 def drawn(words: list[str], folder: Path, file: str = "two.yaml") -> dict[str, Figure]:
     """Return the pictures of a file's figure by name, of the cells in a folder."""
+    from hpcfl.tables import drawing
+
     table = Table(Path(words[0]).with_name(file), words[1:], folder)
     found = drawing.draw(table, read_results(table), read_histories(table))
     return {name: picture for name, picture in found if picture is not None}
