@@ -292,7 +292,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert name in PYTHON_FILES | made, name
 
 
-@pytest.mark.parametrize("page", [RESULTS_PAGE, *PAPERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, RESULTS_PAGE, *PAPERS], ids=lambda page: page.stem)
 def test_tables_and_verdicts_are_made_from_the_claims_and_result_files(page: Path) -> None:
     """If not: python tests/helpers/results_tables.py."""
     text = page.read_text()

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and of docs/papers, made from result files.
+"""The tables of docs/results.md, docs/papers and the README, made from result files.
 
     python tests/helpers/results_tables.py        writes them
 
@@ -8,7 +8,8 @@ A table follows a line such as <!-- results/pfedmb_table1_small.csv: accuracy, p
 <!-- results/pfedla_table3_small_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
 are shown as they are: <!-- results/long_run.csv -->, another program's beside ours:
 <!-- results/beside_pfllib_theirs.csv -->. The text between <!-- claims/pfedla.yaml --> and
-<!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->.
+<!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->,
+and how many comparisons of each paper have each verdict <!-- claims by paper -->.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
 PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)
+README = REPOSITORY / "README.md"
 RESULTS_PAGE = REPOSITORY / "docs" / "results.md"
 MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
 
@@ -179,12 +181,25 @@ def with_claims(page: str) -> str:
     page = re.sub(
         r"(<!-- claims/(\w+\.yaml) -->\n).*?(<!-- end of claims -->)", judged, page, flags=re.DOTALL
     )
-    if "<!-- claims -->" not in page:
+    if not re.search(r"<!-- claims( by paper)? -->", page):
         return page
-    grid = overview([read_claims(path) for path in CLAIMS])
+    all_claims = [read_claims(path) for path in CLAIMS]
+    grid = overview(all_claims)
     rows = [["", f"[{name}](papers/{name}.md)", *rest] for name, *rest in grid.rows]
-    table = as_markdown(["", *grid.header], rows)
-    return re.sub(r"(<!-- claims -->\n)(?:\|.*\n)*", lambda found: found[1] + table, page)
+    page = _with_table(page, "claims", ["", *grid.header], rows)
+    by_paper = []
+    for claims in all_claims:
+        counts = [row[4:] for row in grid.rows if row[0] == claims.path.stem]
+        sums = [str(sum(map(int, column))) for column in zip(*counts, strict=True)]
+        by_paper.append(["", f"[{claims.paper}](docs/papers/{claims.path.stem}.md)", *sums])
+    return _with_table(page, "claims by paper", ["", "paper", *grid.header[4:]], by_paper)
+
+
+def _with_table(page: str, mark: str, header: list[str], rows: list[list[str]]) -> str:
+    """Return a page with a table after a mark, if it has the mark."""
+    return re.sub(
+        rf"(<!-- {mark} -->\n)(?:\|.*\n)*", lambda found: found[1] + as_markdown(header, rows), page
+    )
 
 
 def with_tables(page: str) -> str:
@@ -208,5 +223,5 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in (RESULTS_PAGE, *PAPERS):
+    for page in (README, RESULTS_PAGE, *PAPERS):
         page.write_text(with_claims(with_tables(page.read_text())))
