@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from bits import write_digits
 from processes import Mpirun, run_ranks
 
-from hpcfl.communication.communicator import Communicator, open_world
+from hpcfl.communication.communicator import Communicator, abort_with_message, open_world
 from hpcfl.config import own_code
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -224,6 +223,4 @@ def pytest_exception_interact(node: pytest.Item, report: Any) -> None:
         reporter = node.config.pluginmanager.getplugin("terminalreporter")
         reporter.write_line(f"\nrank {world.rank} of {world.size}: {node.nodeid}\n{report.longreprtext}")
         reporter.flush()
-        # mpirun may drop what it has not yet forwarded when a rank aborts
-        time.sleep(0.2)
-        world.abort(1)
+        abort_with_message(world, "", 1)

@@ -12,13 +12,12 @@ import pytest
 from bits import differing, run_here
 from docs_pages import DOCS, pages
 from processes import REPOSITORY, Mpirun, run_forked
-from results_tables import MARK, PAPERS, RESULTS, RESULTS_PAGE, with_claims, with_tables
+from results_tables import MARK, PAPERS, README, RESULTS, RESULTS_PAGE, with_claims, with_tables
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 
-README = REPOSITORY / "README.md"
 PAGES = (
     *("install", "tutorial", "own_data", "own_model", "write_a_method", "resume", "tables"),
     *("unseen_clients", "clients", "metrics", "report", "python", "performance", "results", "low_accuracy"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev, variance
 
@@ -24,10 +25,11 @@ from scipy.special import stdtrit
 
 from hpcfl.formatting import Document, markdown
 from hpcfl.formatting import as_markdown as document_as_markdown
-from hpcfl.tables.claims import document, overview, read_claims
+from hpcfl.tables.claims import VERDICTS, Claims, document, overview, read_claims
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
+CLAIMS_FOLDER = REPOSITORY / "configs" / "claims"
+CLAIMS = sorted(CLAIMS_FOLDER.glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
 PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)
 README = REPOSITORY / "README.md"
@@ -170,11 +172,17 @@ def as_markdown(header: list[str], rows: list[list[str]]) -> str:
     return markdown([line[first:] for line in (header, *rows)])
 
 
+@cache
+def judged_claims(path: Path) -> Claims:
+    """Return a file's claims, judged once for all pages that show them."""
+    return read_claims(path)
+
+
 def with_claims(page: str) -> str:
     """Return a page with the claims of each marked file judged anew."""
 
     def judged(found: re.Match[str]) -> str:
-        made = document(read_claims(REPOSITORY / "configs" / "claims" / found[2]))
+        made = document(judged_claims(CLAIMS_FOLDER / found[2]))
         text = document_as_markdown(Document("", made.notes, made.grids)).removeprefix("# \n")
         return f"{found[1]}{text.strip()}\n\n{found[3]}"
 
@@ -183,16 +191,16 @@ def with_claims(page: str) -> str:
     )
     if not re.search(r"<!-- claims( by paper)? -->", page):
         return page
-    all_claims = [read_claims(path) for path in CLAIMS]
+    all_claims = [judged_claims(path) for path in CLAIMS]
     grid = overview(all_claims)
     rows = [["", f"[{name}](papers/{name}.md)", *rest] for name, *rest in grid.rows]
     page = _with_table(page, "claims", ["", *grid.header], rows)
     by_paper = []
     for claims in all_claims:
-        counts = [row[4:] for row in grid.rows if row[0] == claims.path.stem]
-        sums = [str(sum(map(int, column))) for column in zip(*counts, strict=True)]
-        by_paper.append(["", f"[{claims.paper}](docs/papers/{claims.path.stem}.md)", *sums])
-    return _with_table(page, "claims by paper", ["", "paper", *grid.header[4:]], by_paper)
+        words = [verdict.word for verdicts in claims.by_claim for verdict in verdicts]
+        counts = [str(words.count(word)) for word in VERDICTS]
+        by_paper.append(["", f"[{claims.paper}](docs/papers/{claims.path.stem}.md)", *counts])
+    return _with_table(page, "claims by paper", ["", "paper", *VERDICTS], by_paper)
 
 
 def _with_table(page: str, mark: str, header: list[str], rows: list[list[str]]) -> str:
