@@ -213,7 +213,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Leave what is there by now out of garbage collections: half of their time would go to it."""
-    gc.collect()
     gc.freeze()
 
 

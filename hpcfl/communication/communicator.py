@@ -110,6 +110,7 @@ class Communicator:
         """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START
         self._heartbeat: Heartbeat | None = None
+        self._ranks_of_node = [0] if comm is None else []
 
     def limit_messages(self, max_elements: int) -> None:
         """From now on, hold at most this many elements a piece; call it on all ranks."""
@@ -198,18 +199,18 @@ class Communicator:
         return torch.device("cuda", local_index % num_gpus)
 
     def ranks_of_node(self) -> list[int]:
-        """Return the ranks on this rank's node: those with shared memory. Collective."""
-        if self._comm is None:
-            return [0]
+        """Return the ranks on this rank's node: those with shared memory. The first call is collective."""
+        if self._comm is None or self._ranks_of_node:
+            return self._ranks_of_node
         from mpi4py import MPI
 
         self.barrier()
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         those, everyone = node.Get_group(), self._comm.Get_group()
-        ranks = those.Translate_ranks(group=everyone)
+        self._ranks_of_node = those.Translate_ranks(group=everyone)
         for made in (those, everyone, node):
             made.Free()
-        return ranks
+        return self._ranks_of_node
 
     def library(self) -> str:
         """Return name and version of the MPI library; empty in a serial world."""
