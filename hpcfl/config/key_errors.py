@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hpcfl.config.keys import GROUPS, Settings
+from hpcfl.config.keys import GROUPS, Settings, flatten
 from hpcfl.config.registry import Registry
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean
@@ -28,6 +29,8 @@ class FileKeys(Settings):
     def _check_names(cls, given: Any) -> Any:
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields:
+                if str(key).partition(".")[0] in cls.model_fields:
+                    raise ValueError(has_dot(str(key), given[key]))
                 near = did_you_mean(str(key), cls.model_fields)
                 raise ValueError(f"{key} is an unknown key; allowed: {', '.join(cls.model_fields)}{near}")
         return given
@@ -39,6 +42,14 @@ def validate_file(path: Path, tree: Mapping[str, Any], kind: type[Keys]) -> Keys
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UserError(f"{path}{_first_mistake(error, tree)}") from error
+
+
+OF_TYPE = {
+    "list_type": "it must be a list, such as [0, 1]",
+    "model_type": "it must be a group of keys",
+    "string_type": "it must be a text",
+}
+"""What to say of a value of another type than the one expected, by pydantic's name of the mistake."""
 
 
 def _first_mistake(error: ValidationError, tree: Any) -> str:
@@ -56,8 +67,7 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
             place.append(str(key))
             tree = tree.get(key)
     said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    if first["type"] == "list_type":
-        said = "it must be a list, such as [0, 1]"
+    said = OF_TYPE.get(first["type"], said)
     if first["type"] == "too_short":
         said = f"give {first['ctx']['min_length']} or more"
     if first["type"] == "union_tag_invalid":
@@ -125,10 +135,8 @@ OTHER_WORDS = {
 
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
-    group, _, last = key.rpartition(".")
     if key in known:
-        written = f"{group}: {{{last}: {shown(value)}}}"
-        return f"{key} has a dot, which is for the command line; in a YAML file write {written}"
+        return has_dot(key, value)
     if key in RENAMED:
         return f"{key}={shown(value)}: this key is now {RENAMED[key]}"
     owners: dict[str, list[str]] = {}
@@ -141,11 +149,20 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
     if near:
         place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""
         return f"{beginning} the nearest known one is {near}{place}; see hpcfl list keys {near}"
+    group = key.rpartition(".")[0]
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
         f"{beginning} allowed: {', '.join(siblings or GROUPS)}; "
         f"see hpcfl list keys{f' {group}' if siblings else ''}"
     )
+
+
+def has_dot(key: str, value: Any) -> str:
+    """Say how a key with dots, or the first one below it, is written in a YAML file."""
+    whole, value = next(iter((flatten({key: value}) or {key: value}).items()))
+    group, *names = whole.split(".")
+    written = reduce(lambda inner, name: f"{{{name}: {inner}}}", reversed(names), shown(value))
+    return f"{key} has a dot, which is for the command line; in a YAML file write {group}: {written}"
 
 
 def nearest_key(key: str, known: Collection[str]) -> str:

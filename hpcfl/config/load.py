@@ -50,8 +50,8 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
 
     Raises UserError for unknown keys or names, wrong types and impossible values.
     """
-    if {"title", "rows"} <= set(tree):
-        raise UserError("title and rows are keys of a table file, which is run by hpcfl table FILE.yaml")
+    if {"extends", "rows"} & set(tree):
+        raise UserError("extends and rows are keys of a table file, which is run by hpcfl table FILE.yaml")
     given = {name: _mapping(name, tree.get(name)) for name in GROUPS}
     data, choices = given["data"], registries.by_group
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
@@ -184,10 +184,10 @@ def _check_names(
     ]
     for group in kinds:
         for key, value in given[group].items():
-            if (name := f"{group}.{key}") not in known:
+            if (name := f"{group}.{key}") not in known or "." in key:
                 unknown += flatten({name: value}) or [name]
     if unknown:
-        value = flatten({**tree, **given}).get(unknown[0], "")
+        value = flatten({**given, **tree}).get(unknown[0], "")
         raise UserError(unknown_key(unknown[0], value, known, registries.by_group))
 
 

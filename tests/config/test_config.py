@@ -269,14 +269,31 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_configuration_is_refused_with_advice(tmp_path: Path) -> None:
-    dots, table, run = tmp_path / "dots.yaml", tmp_path / "table.yaml", tmp_path / "run"
-    dots.write_text("train.rounds: 2")
-    assert refusal(dots).endswith("in a YAML file write train: {rounds: 2}")
-    table.write_text("{title: Two, seeds: [0], rows: [{}]}")
-    assert "which is run by hpcfl table" in refusal(table)
+    table, run = tmp_path / "table.yaml", tmp_path / "run"
+    for text in ("{title: Two, seeds: [0], rows: [{}]}", "extends: base.yaml"):
+        table.write_text(text)
+        assert "which is run by hpcfl table" in refusal(table)
     run.mkdir()
     (run / "config.yaml").touch()
     assert refusal(run).endswith(f"to resume this run, type hpcfl run {run}/config.yaml --out {run}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train.rounds: 2", "train: {rounds: 2}"),
+        ("data.partition.name: iid", "data: {partition: {name: iid}}"),
+        ("data.partition: {name: iid}", "data: {partition: {name: iid}}"),
+        ("data: {partition.name: iid}", "data: {partition: {name: iid}}"),
+    ],
+)
+def test_a_key_with_dots_is_refused_with_the_way_to_write_it(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    message = refusal(write(tmp_path / "dots.yaml", text))
+    assert message.endswith(f" has a dot, which is for the command line; in a YAML file write {expected}")
+    write(tmp_path / "dots.yaml", expected)
+    load_config(tmp_path / "dots.yaml", [])
 
 
 def test_differences_name_the_keys_with_both_values() -> None:

@@ -317,6 +317,7 @@ NUMBERS = "published: {few: 61.43, many: 73}"
             ", row 1 (ours), column many, seed 3: ours, MANY makes the same folder; give it another label",
         ),
         ("few, data", "few, date", ", column 1 (few): date is an unknown key; allowed: method, data,"),
+        ("train: {rounds: 20, lr", "{train.lr", ", settings: train.lr has a dot, which is for the command"),
         ("{clients: 8}", "{client: 8}", ", row 1 (ours), column many: data.client=8 is an unknown key"),
         ("values: [0, 2]", "values: [0, 0]", ", column 3 (kept): another column is"),
         ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is invalid"),
@@ -333,7 +334,7 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: it must be 'after_download'"),
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
-        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be"),
+        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be a group of keys"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )
