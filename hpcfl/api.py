@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def _add_source(dataset: Any) -> str:
     try:
         pairs = [dataset[number] for number in range(len(dataset))]
         x = np.stack([np.asarray(image) for image, _ in pairs])
-        y = np.array([int(label) for _, label in pairs])
+        # a fraction is no label
+        y = np.array([index(label) for _, label in pairs])
     except (TypeError, ValueError) as error:
         raise UserError(
             f"dataset: {error}; give a sequence of (image, label), the images tensors or arrays of one shape "

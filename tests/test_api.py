@@ -159,6 +159,7 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
+        ({"dataset": [(torch.zeros(1, 8, 8), 0.5)]}, "dataset: 'float' object cannot be"),
     ],
 )
 def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
