@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ def uniform(seed: int, purpose: str, round: int = 0, client: int = 0) -> float:
 def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
     """Return a fresh CPU generator for one stream."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose, round, client))
+
+
+@contextmanager
+def seeded_torch(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
+    """Give torch's own CPU generator one stream inside the block; after it, it is where it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(stream_seed(seed, purpose, round, client))
+        yield
 
 
 def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:

@@ -6,6 +6,7 @@ Shapes: S clients of a cohort, C clients of a group, U running statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
+from hpcfl.randomness import seeded_torch
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -27,6 +29,7 @@ class MethodAdapter:
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        vars(method)["_is_ready"] = True
         if method.layout.parameters != ParameterLayout(method.network).parameters:
             raise TypeError(
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
@@ -49,7 +52,8 @@ class MethodAdapter:
 
     def initial_server(self) -> State:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
-        state = self.method.server_state()
+        with seeded_torch(self.method.context.seed, "server_state"):
+            state = self.method.server_state()
         averages = self.method.traits.averages
         if averages and not state.keys() & averages:
             raise TypeError(
@@ -61,7 +65,13 @@ class MethodAdapter:
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
+        before = torch.get_rng_state()
         state = self.method.client_state(clients)
+        if not torch.equal(torch.get_rng_state(), before):
+            raise TypeError(
+                f"{type(self.method).__name__}.client_state drew from torch's generator, whose numbers would "
+                "depend on ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
+            )
         self._check_rows("client_state", state, len(clients))
         return state | self.method.buffers.in_clients(clients)
 
@@ -87,7 +97,8 @@ class MethodAdapter:
 
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
-        message = self._message(hook.__name__, hook(server, cohort), len(cohort))
+        with self._stream(hook.__name__, cohort):
+            message = self._message(hook.__name__, hook(server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
     def needs_request(self, round: int) -> bool:
@@ -105,7 +116,8 @@ class MethodAdapter:
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
-        response = self.method.server_response(server, cohort, requests)
+        with self._stream("server_response", cohort):
+            response = self.method.server_response(server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -141,15 +153,23 @@ class MethodAdapter:
             self._private.step(server, unnoised, cohort, {} if up.sent is None else up.sent.layer_mask)
             self._optimiser.step(server, before)
         server |= averaged
-        self.method.end_round(server, cohort)
+        with self._stream("end_round", cohort):
+            self.method.end_round(server, cohort)
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""
-        if self.method.sharded is None:
-            self.method.aggregate(server, cohort, up)
-            return
-        with self.method.sharded.after(up):
-            self.method.aggregate(server, cohort, up)
+        sharded = self.method.sharded
+        with self._stream("aggregate", cohort), nullcontext() if sharded is None else sharded.after(up):
+            returned = self.method.aggregate(server, cohort, up)  # type: ignore[func-returns-value]
+        if returned is not None:
+            raise TypeError(
+                f"{type(self.method).__name__}.aggregate returned a {type(returned).__name__}, which nobody "
+                "reads; write into server, as in server['theta'] = ..."
+            )
+
+    def _stream(self, hook: str, cohort: Cohort) -> AbstractContextManager[None]:
+        """Give torch's generator a stream of (seed, hook, round) in a hook of the server."""
+        return seeded_torch(self.method.context.seed, hook, cohort.round)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""

@@ -65,6 +65,9 @@ class Method:
     """The setting, such as `method.order=chain`, that makes each client of a round start where the client
     before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
 
+    _is_ready = False
+    """Whether an adapter has taken the method for its rounds."""
+
     def __init_subclass__(cls) -> None:
         """Raise TypeError for a class whose hooks contradict each other, or that has one misspelt."""
         super().__init_subclass__()
@@ -87,6 +90,15 @@ class Method:
         `of_models`."""
         check_settings(self.name, self.traits, context)
         check_private(self.name, self.privacy_units, context, self.buffers)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raise TypeError from the first round on: checkpoints would not hold it, nor ranks share it."""
+        if self._is_ready:
+            raise TypeError(
+                f"{type(self).__name__}.{name} cannot be set in a round: a resumed run and other ranks would "
+                "not have it; keep it in server_state or client_state"
+            )
+        super().__setattr__(name, value)
 
     # made once, before the first round
 

@@ -32,7 +32,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.models.guided import GuidedNetwork, OfShares
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import stream_seed
+from hpcfl.randomness import seeded_torch
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -65,8 +65,7 @@ class GPFL(FedPer):
         self._decayed = slice(start, self.layout.head.start)
 
     def make_network(self) -> GuidedNetwork:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(self.context.seed, "guided network"))
+        with seeded_torch(self.context.seed, "guided network"):
             return GuidedNetwork(self.context.build_network(-1), self.context.num_classes)
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:

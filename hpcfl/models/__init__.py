@@ -1,12 +1,10 @@
 """Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
-import torch
-
 from hpcfl.errors import UserError
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18, Vit
-from hpcfl.randomness import stream_seed
+from hpcfl.randomness import seeded_torch
 from hpcfl.samples import SampleType
 
 MODELS: dict[str, Model] = {
@@ -57,8 +55,7 @@ def build_network(
         raise UserError(
             f"model.name={name} needs {smallest}, and the data are {sample}; allowed: {', '.join(allowed)}"
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
+    with seeded_torch(seed, "initial weights", client=client):
         return model.build(sample, num_classes, options)
 
 

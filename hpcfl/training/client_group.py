@@ -18,7 +18,7 @@ from hpcfl.communication.messages import Message
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
+from hpcfl.randomness import seeded_torch, stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
@@ -152,11 +152,10 @@ class ClientGroup:
     def seeding_torch(self) -> Iterator[None]:
         """Give torch's own generators a stream of (seed, round, first client of the group) inside the block:
         dropout draws from them. With the loop engine a group is one client."""
-        with torch.random.fork_rng(devices=[]):
-            seed = stream_seed(self._worker.seed, "torch", self.round, self.ids[0])
-            torch.default_generator.manual_seed(seed)
+        stream = (self._worker.seed, "torch", self.round, self.ids[0])
+        with seeded_torch(*stream):
             if self.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
+                torch.cuda.manual_seed(stream_seed(*stream))
             yield
 
     @contextmanager

@@ -63,9 +63,9 @@ def test_without_neighbours_it_is_fedavg_and_without_the_model_it_is_the_neighbo
         assert absent.any()
         assert (predicted(alone, client, x)[:, absent] < 1e-30).all()
         # one neighbour is the sample itself
-        alone.method.params = alone.method.params.model_copy(update={"neighbours": 1})
+        vars(alone.method)["params"] = alone.method.params.model_copy(update={"neighbours": 1})
         assert torch.equal(predicted(alone, client, x).argmax(dim=1), y)
-        alone.method.params = alone.method.params.model_copy(update={"neighbours": 10})
+        vars(alone.method)["params"] = alone.method.params.model_copy(update={"neighbours": 10})
 
 
 def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> None:
@@ -75,10 +75,10 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
         x, y = run.workplace.shard.samples("val", client)
         losses = []
         for tenth in range(11):
-            run.method.params = run.method.params.model_copy(update={"weight": tenth / 10})
+            vars(run.method)["params"] = run.method.params.model_copy(update={"weight": tenth / 10})
             chosen = predicted(run, client, x).gather(1, y.unsqueeze(1))
             losses.append(-chosen.log().mean().item())
-        run.method.params = run.method.params.model_copy(update={"weight": None})
+        vars(run.method)["params"] = run.method.params.model_copy(update={"weight": None})
         assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
         # test samples and the order of training samples have no effect
         run.workplace.shard.samples("test", client)[0].neg_()

@@ -9,7 +9,7 @@ Shapes: N clients, P trainable numbers, U running statistics, L layers, K classe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -30,9 +30,11 @@ from bits import (
     N,
     P,
     U,
+    differing,
     expected,
     method_settings,
     run_here,
+    run_until_time_is_up,
     tiny_settings,
 )
 from by_hand import (
@@ -54,6 +56,7 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS, Method
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
@@ -559,6 +562,11 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
         ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
         ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
         ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
+        (
+            "aggregate",
+            {},
+            r"aggregate returned a dict, which nobody reads; write into server, as in",
+        ),
     ],
 )
 def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
@@ -566,6 +574,63 @@ def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, exp
     with pytest.raises((TypeError, ValueError), match=expected) as caught:
         Run("method.name=fedavg", kind=kind)
     assert "Mistaken" in str(caught.value)
+
+
+class Restless(FedAvg):
+    """Draws from torch's own generator wherever it may."""
+
+    def __init__(self, context: Context, params: Params) -> None:
+        super().__init__(context, params)
+        self.start = torch.rand(())
+
+    def server_state(self) -> State:
+        return {"theta": super().server_state()["theta"] * self.start + torch.rand(())}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"] + torch.rand(())})
+
+    def train(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": down["theta"] + torch.rand(())})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        super().aggregate(server, cohort, up)
+        server["theta"] += torch.rand(())
+
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        server["theta"] += torch.rand(())
+
+
+def test_hooks_that_draw_from_torch_have_the_same_numbers_in_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "restless", Restless)
+    keys = [*SMALL, "method.name=restless", "model.name=mlp", "train.rounds=2", "run.report=false"]
+    torch.manual_seed(1)
+    assert run_here(tmp_path / "whole", keys) == FINISHED
+    torch.manual_seed(2)
+    assert run_until_time_is_up(tmp_path / "resumed", keys) == STOPPED
+    assert run_here(tmp_path / "resumed", keys) == FINISHED
+    assert not differing(tmp_path / "whole", tmp_path / "resumed")
+    assert run_here(tmp_path / "other", [*keys, "run.seed=2"]) == FINISHED
+    assert "/server/theta" in differing(tmp_path / "whole", tmp_path / "other")
+
+
+def test_numbers_of_clients_that_depend_on_ranks_are_refused() -> None:
+    def drawn(_: FedAvg, clients: Sequence[int]) -> State:
+        return {"start": torch.rand(len(clients), 2)}
+
+    with pytest.raises(TypeError, match=r"Drawing\.client_state drew from torch's generator, whose numbers"):
+        Run("method.name=fedavg", kind=type("Drawing", (FedAvg,), {"client_state": drawn}))
+
+
+@pytest.mark.parametrize("hook", ["train", "aggregate"])
+def test_an_attribute_that_a_round_sets_is_refused(hook: str) -> None:
+    def remember(self: FedAvg, *arguments: object) -> object:
+        self.last = arguments
+        return getattr(FedAvg, hook)(self, *arguments)
+
+    with pytest.raises(TypeError, match=r"Mindful\.last cannot be set in a round: a resumed run and othe"):
+        Run("method.name=fedavg", kind=type("Mindful", (FedAvg,), {hook: remember}))
 
 
 class Moody(FedAvg):
