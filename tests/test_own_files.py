@@ -328,6 +328,23 @@ def test_mistakes_inside_a_file_are_reported(
     assert expected in refused(capsys, f"{key}={files[key]}", *TINY)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("return Network", "Network", "its build returned a NoneType; return Network(body, head)"),
+        ("num_classes))", "7))", "its network returns [2, 7] for two images of 1x8x8; expected: [2, 10],"),
+        ("Linear(64, num_classes)", "LSTM(64, 10)", "its network returns a tuple for two images of 1x8x8; "),
+    ],
+)
+def test_a_network_without_logits_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, expected: str
+) -> None:
+    path = tmp_path / "mine.py"
+    assert old in DROPPING
+    path.write_text(DROPPING.replace(old, new))
+    assert f"model.name=mine: {expected}" in refused(capsys, f"model.path={path}", *TINY)
+
+
 def test_options_of_an_own_method_are_checked(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,10 @@
 """Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
+import copy
+
+import torch
+from torch import nn
+
 from hpcfl.errors import UserError
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
@@ -59,4 +64,20 @@ def build_network(
         return model.build(sample, num_classes, options)
 
 
-__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network"]
+def check_outputs(name: str, network: object, sample: SampleType, num_classes: int) -> None:
+    """Raise UserError unless the network of a user's own model gives each sample a logit of each class."""
+    if not isinstance(network, nn.Module):
+        raise UserError(
+            f"model.name={name}: its build returned a {type(network).__name__}; return Network(body, head)"
+        )
+    with torch.no_grad():
+        outputs = copy.deepcopy(network).eval()(sample.zeros(2))
+    found = [*outputs.shape] if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+    if found != [2, num_classes]:
+        raise UserError(
+            f"model.name={name}: its network returns {found} for two {sample}; expected: [2, {num_classes}], "
+            "the logits of each"
+        )
+
+
+__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_outputs"]
