@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import json
 import os
@@ -224,6 +225,8 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
     # an exit then leaves out what was loaded before: torch's end takes a fifth of a second
     c_library = ctypes.CDLL(None)
     c_library.on_exit(c_library._exit, None)
+    # what pytest has changed: MPICH may crash at the exit of a rank whose launcher is gone, which nobody sees
+    faulthandler.disable()
     warnings.resetwarnings()
     for of_python in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", of_python)
