@@ -30,7 +30,7 @@ class FileKeys(Settings):
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields:
                 if str(key).partition(".")[0] in cls.model_fields:
-                    raise ValueError(has_dot(str(key), given[key]))
+                    raise ValueError(dotted_key(str(key), given[key]))
                 near = did_you_mean(str(key), cls.model_fields)
                 raise ValueError(f"{key} is an unknown key; allowed: {', '.join(cls.model_fields)}{near}")
         return given
@@ -136,7 +136,7 @@ OTHER_WORDS = {
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
     if key in known:
-        return has_dot(key, value)
+        return dotted_key(key, value)
     if key in RENAMED:
         return f"{key}={shown(value)}: this key is now {RENAMED[key]}"
     owners: dict[str, list[str]] = {}
@@ -157,7 +157,7 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
     )
 
 
-def has_dot(key: str, value: Any) -> str:
+def dotted_key(key: str, value: Any) -> str:
     """Say how a key with dots, or the first one below it, is written in a YAML file."""
     whole, value = next(iter((flatten({key: value}) or {key: value}).items()))
     group, *names = whole.split(".")

@@ -6,7 +6,8 @@ Shapes: S clients of a cohort, C clients of a group, U running statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,8 +98,7 @@ class MethodAdapter:
 
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
-        with self._stream(hook.__name__, cohort):
-            message = self._message(hook.__name__, hook(server, cohort), len(cohort))
+        message = self._message(hook.__name__, self._seeded(hook, server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
     def needs_request(self, round: int) -> bool:
@@ -116,8 +116,7 @@ class MethodAdapter:
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
-        with self._stream("server_response", cohort):
-            response = self.method.server_response(server, cohort, requests)
+        response = self._seeded(self.method.server_response, server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -153,23 +152,23 @@ class MethodAdapter:
             self._private.step(server, unnoised, cohort, {} if up.sent is None else up.sent.layer_mask)
             self._optimiser.step(server, before)
         server |= averaged
-        with self._stream("end_round", cohort):
-            self.method.end_round(server, cohort)
+        self._seeded(self.method.end_round, server, cohort)
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""
         sharded = self.method.sharded
-        with self._stream("aggregate", cohort), nullcontext() if sharded is None else sharded.after(up):
-            returned = self.method.aggregate(server, cohort, up)  # type: ignore[func-returns-value]
+        with nullcontext() if sharded is None else sharded.after(up):
+            returned = self._seeded(self.method.aggregate, server, cohort, up)
         if returned is not None:
             raise TypeError(
                 f"{type(self.method).__name__}.aggregate returned a {type(returned).__name__}, which nobody "
                 "reads; write into server, as in server['theta'] = ..."
             )
 
-    def _stream(self, hook: str, cohort: Cohort) -> AbstractContextManager[None]:
-        """Give torch's generator a stream of (seed, hook, round) in a hook of the server."""
-        return seeded_torch(self.method.context.seed, hook, cohort.round)
+    def _seeded(self, hook: Callable[..., Any], server: State, cohort: Cohort, *more: object) -> Any:
+        """Call a hook of the server, in which torch's generator has a stream of (seed, hook, round)."""
+        with seeded_torch(self.method.context.seed, hook.__name__, cohort.round):
+            return hook(server, cohort, *more)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""

@@ -562,11 +562,7 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
         ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
         ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
         ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
-        (
-            "aggregate",
-            {},
-            r"aggregate returned a dict, which nobody reads; write into server, as in",
-        ),
+        ("aggregate", {}, "aggregate returned a dict, which nobody reads; write into server, as in"),
     ],
 )
 def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
