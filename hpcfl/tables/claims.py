@@ -332,15 +332,15 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
     note = "" if claim.reason is None else f"Why: {claim.reason} ({claim.evidence})."
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
-    rows, not_run = [], dict[tuple[str, str], list[str]]()
+    rows, not_run = [], dict[tuple[str, str], set[str]]()
     for verdict in verdicts:
         if verdict.difference is None:
-            not_run.setdefault((verdict.pair, verdict.table), []).append(verdict.column)
+            not_run.setdefault((verdict.pair, verdict.table), set()).add(verdict.column)
             continue
         figures = [verdict.word, verdict.text, verdict.moment, str(verdict.seeds), verdict.rounds]
         rows.append([verdict.pair, verdict.column, *figures, verdict.table])
     for (pair, table), columns in not_run.items():
-        where = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
+        where = next(iter(columns)) if len(columns) == 1 else f"{len(columns)} columns"
         rows.append([pair, where, "not run", "", "", "", "", table])
     return Grid(caption, header, rows, note)
 

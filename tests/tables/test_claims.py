@@ -130,6 +130,12 @@ def test_claims_distinguish_moments(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
+def test_columns_that_are_not_run_are_counted_once_whatever_the_moments(folder: Folder) -> None:
+    text = CLAIMS + "      - {table: full, row: ours, above: alone, at: after_training}\n"
+    claims = read_claims(folder.write_claims(text))
+    assert document(claims).grids[0].rows == [["ours - alone", "2 columns", "not run", *[""] * 4, "full"]]
+
+
 def test_a_claim_may_compare_with_a_number(folder: Folder) -> None:
     """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
     folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
