@@ -83,7 +83,8 @@ def run(
         def open_folder() -> None:
             if folder is not None:
                 environment = environment_of(config.data.source, ranks, command)
-                folder.open(fresh, experiment.method.layout, at_exit, environment)
+                digest = experiment.data.digest
+                folder.open(fresh, experiment.method.layout, at_exit, environment, digest)
 
         run_collectively(world, open_folder)
         cohort = config.train.cohort_size(experiment.num_clients)

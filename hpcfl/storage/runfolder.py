@@ -96,15 +96,25 @@ class RunFolder:
             )
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Return the keys that differ from a recorded run's, and so prevent a resume."""
+        """Return the keys that differ from a recorded run's, and so prevent a resume.
+
+        The same data may be in another place; their checksum is compared later.
+        """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
-        changed = differences(there, self.config.tree())
+        changed = [
+            line for line in differences(there, self.config.tree()) if not line.startswith("data.path:")
+        ]
         if self._is_extendable and there["train"]["rounds"] < self.config.train.rounds:
             changed = [line for line in changed if not line.startswith("train.rounds:")]
         return changed
 
     def open(
-        self, fresh: bool, layout: ParameterLayout, at_exit: ExitStack, environment: Mapping[str, Any]
+        self,
+        fresh: bool,
+        layout: ParameterLayout,
+        at_exit: ExitStack,
+        environment: Mapping[str, Any],
+        digest: int = 0,
     ) -> None:
         """Lock the folder until `at_exit` closes, load its newest checkpoint, and write config.yaml.
 
@@ -112,6 +122,7 @@ class RunFolder:
             fresh: move what is there aside first.
             layout: the model's, which the checkpoint's must equal.
             environment: what config.yaml records beside the configuration.
+            digest: checksum of the data, which the checkpoint's must equal.
 
         Raises:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
@@ -123,7 +134,7 @@ class RunFolder:
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._check_checkpoint(layout)
+            self._check_checkpoint(layout, digest)
             if self.checkpoint is None and len(whole_lines(self.path / "metrics.csv")) > 1:
                 LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
             self._write_record(environment)
@@ -139,7 +150,9 @@ class RunFolder:
         record = self._recorded()
         if record is not None and record["train"]["rounds"] == self.config.train.rounds and self._is_over:
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
-            return
+            if record["data"].get("path") == self.config.data.path:
+                return
+            environment = record[ENVIRONMENT]
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
         if record is None and self.store.exists:
@@ -158,7 +171,7 @@ class RunFolder:
             known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
         return is_over(self.store.last_round, train.rounds, known, train.patience)
 
-    def _check_checkpoint(self, layout: ParameterLayout) -> None:
+    def _check_checkpoint(self, layout: ParameterLayout, digest: int) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
@@ -177,6 +190,11 @@ class RunFolder:
             raise UserError(
                 f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
                 f"finish the run with that version, {over}; report, compare, export and predict can read it"
+            )
+        if found.data.digest not in (0, digest):
+            raise UserError(
+                f"the data have changed since {found.path} was written: bring the earlier ones back to "
+                "resume this run, give --out DIR for another folder, or --fresh to start over"
             )
 
     def take_checkpoint(self) -> LoadedCheckpoint | None:

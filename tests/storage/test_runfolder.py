@@ -248,6 +248,30 @@ def test_a_run_is_not_resumed_with_other_data(tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "train.rounds=2"]) == FINISHED
 
 
+def test_a_run_is_resumed_with_its_data_in_another_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the scratch folder of each job."""
+    places, random = [tmp_path / "first.npz", tmp_path / "second.npz"], np.random.default_rng(0)
+    words = ["data.source=npz", "data.layout=NCHW", "data.clients=4", "model.name=mlp", "method.name=fedavg"]
+    words += ["train.local_epochs=1", "--quiet", "--out", str(tmp_path / "run")]
+    first, second = ([*words, f"data.path={place}"] for place in places)
+    np.savez(places[0], x=random.integers(0, 256, (200, 1, 8, 8), np.uint8), y=np.arange(200) % 4)
+    assert main([*first, "train.rounds=1"]) == FINISHED
+    places[0].rename(places[1])
+    # of a finished run, config.yaml names the place; and where and how it was made
+    before = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert main([*second, "train.rounds=1"]) == FINISHED
+    before["data"]["path"] = str(places[1])
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == before
+    assert main([*second, "train.rounds=2"]) == FINISHED
+    assert {row["round"] for row in read_csv(tmp_path / "run" / "bytes.csv")} == {"1", "2"}
+    capsys.readouterr()
+    np.savez(places[0], x=random.integers(0, 256, (200, 1, 8, 8), np.uint8), y=np.arange(200) % 4)
+    assert "the data have changed since" in refused(capsys, *first, "train.rounds=3")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"] == before["data"]
+
+
 def test_models_are_scored_after_the_download_and_after_training(run: Callable[..., Path]) -> None:
     fedavg = read_csv(run("method.name=fedavg") / "metrics.csv")
     assert column(fedavg, "accuracy_after_download") == column(fedavg, "accuracy_mean")
