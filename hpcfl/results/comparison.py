@@ -83,7 +83,7 @@ class Comparison:
             "The interval over clients and seeds holds for these runs only; conclude on methods from that "
             "over seeds."
         )
-        if len({run.config.data_seed for run in self.entries[0]}) < len(self.entries[0]):
+        if num_partitions(self.entries[0]) < len(self.entries[0]):
             note += " All seeds have one partition of the data: the interval over seeds holds for this one."
         tables = [aligned(lines), aligned(pairs), [note], aligned(keys) if self.keys else ["no key differs"]]
         return "\n\n".join(map("\n".join, tables))
@@ -98,6 +98,20 @@ class Comparison:
             return methods
         by_entry = [zip(self.keys, values, strict=True) for values in zip(*self.keys.values(), strict=True)]
         return [", ".join(f"{key}={value}" for key, value in of if value is not None) for of in by_entry]
+
+
+def num_partitions(runs: Sequence[Run]) -> int:
+    """Return how many partitions of the data runs of several seeds have drawn.
+
+    They share one if `data.seed` is set, or if the data bring their clients and what these are tested on.
+    """
+    return len({_partition_of(run) for run in runs})
+
+
+def _partition_of(run: Run) -> object:
+    if run.config.partition.name == "given":
+        return tuple(column.tobytes() for column in run.partition.values())
+    return run.config.data_seed
 
 
 def compare(*runs: Run) -> Comparison:

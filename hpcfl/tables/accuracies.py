@@ -11,6 +11,7 @@ from math import isnan, nan
 import numpy as np
 
 from hpcfl.config.keys import Config, TrainConfig
+from hpcfl.results.comparison import num_partitions
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import mean_of_known
@@ -130,7 +131,7 @@ class Difference:
     """Seeds that both rows have finished with data of one file, in which some client has a model of both rows
     at the moment."""
     partitions: int
-    """Number of partitions that these seeds have drawn; 1 where the table fixes data.seed."""
+    """Number of partitions that these seeds have drawn."""
     paired: PairedDifference | None
     """None if `seeds` is empty."""
 
@@ -161,7 +162,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
         of_first, of_second, weights = zip(*by_seed.values(), strict=True)
         paired = paired_difference(of_first, of_second, weights if pair.weighted else None)
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
-    partitions = len(by_seed) if first.config.data.seed is None else min(1, len(by_seed))
+    partitions = num_partitions([first.runs[seed] for seed in by_seed])
     return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
 
 

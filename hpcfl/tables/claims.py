@@ -245,10 +245,10 @@ def document(claims: Claims) -> Document:
         *(_ours_and_published(full, claims.smaller) for full in claims.tables),
     ]
     notes = [
-        "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Seen: above, but of "
-        "fewer seeds, or of an interval with 0 in it. Not shown: the difference is not above 0, but there "
-        "are fewer than 3 seeds or the interval contains 0. Refuted: the interval lies below 0. Differences "
-        "are in points; intervals are not corrected for their number."
+        "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Refuted: three seeds or "
+        "more, and it lies below 0. Seen: the difference is above 0, but of fewer seeds, or of an interval "
+        "with 0 in it. Not shown: it is not, and nothing is refuted. Differences are in points; intervals "
+        "are not corrected for their number."
     ]
     return Document(claims.paper, notes, [grid for grid in grids if grid.rows])
 
@@ -279,7 +279,7 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
         name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
         of = (claim, table.path.stem, column, name)
         if (found := results.difference(pair, column, runs.row)) is None:
-            yield Verdict(*of)
+            yield Verdict(*of, moment=(runs.at or "").replace("_", " "))
             continue
         line, result = found
         difference, low, high = (
@@ -332,16 +332,16 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
     note = "" if claim.reason is None else f"Why: {claim.reason} ({claim.evidence})."
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
-    rows, not_run = [], dict[tuple[str, str], set[str]]()
+    rows, not_run = [], dict[tuple[str, str, str], list[str]]()
     for verdict in verdicts:
         if verdict.difference is None:
-            not_run.setdefault((verdict.pair, verdict.table), set()).add(verdict.column)
+            not_run.setdefault((verdict.pair, verdict.moment, verdict.table), []).append(verdict.column)
             continue
         figures = [verdict.word, verdict.text, verdict.moment, str(verdict.seeds), verdict.rounds]
         rows.append([verdict.pair, verdict.column, *figures, verdict.table])
-    for (pair, table), columns in not_run.items():
-        where = next(iter(columns)) if len(columns) == 1 else f"{len(columns)} columns"
-        rows.append([pair, where, "not run", "", "", "", "", table])
+    for (pair, moment, table), columns in not_run.items():
+        where = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
+        rows.append([pair, where, "not run", "", moment, "", "", table])
     return Grid(caption, header, rows, note)
 
 

@@ -73,13 +73,20 @@ def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path)
     assert "*: the interval excludes 0. The interval over clients and seeds" in text
 
 
-def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["data.seed=0", "data.partition.name=given"])
+def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path, key: str) -> None:
     runs = [
-        made(tmp_path / f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", "data.seed=0")
+        made(tmp_path / f"{name}-s{seed}", f"method.name={name}", f"run.seed={seed}", key)
         for name in ("fedavg", "local")
         for seed in (0, 1)
     ]
     assert "All seeds have one partition of the data: the interval over seeds" in str(hpcfl.compare(*runs))
+    if "given" in key:
+        # the last seed's clients are tested on other samples
+        with (runs[1].path / "partition.csv").open("a") as file:
+            file.write("3,9,1,1\n")
+        runs = [hpcfl.load_run(run.path) for run in runs]
+        assert "one partition" not in str(hpcfl.compare(*runs))
 
 
 def test_runs_of_other_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

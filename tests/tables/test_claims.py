@@ -130,10 +130,11 @@ def test_claims_distinguish_moments(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
-def test_columns_that_are_not_run_are_counted_once_whatever_the_moments(folder: Folder) -> None:
+def test_columns_that_are_not_run_share_a_line_with_their_moment(folder: Folder) -> None:
     text = CLAIMS + "      - {table: full, row: ours, above: alone, at: after_training}\n"
-    claims = read_claims(folder.write_claims(text))
-    assert document(claims).grids[0].rows == [["ours - alone", "2 columns", "not run", *[""] * 4, "full"]]
+    rows = document(read_claims(folder.write_claims(text))).grids[0].rows
+    of_pair = ["ours - alone", "2 columns", "not run", ""]
+    assert rows == [[*of_pair, moment, "", "", "full"] for moment in ("", "after training")]
 
 
 def test_a_claim_may_compare_with_a_number(folder: Folder) -> None:
