@@ -63,6 +63,7 @@ CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "worst_tenth": ("worst tenth", lambda line: percent(line, "worst_tenth_accuracy")),
     "scored": ("scored", lambda line: line["scored"]),
     "seeds": ("seeds", lambda line: line["seeds"]),
+    "rounds": ("rounds", lambda line: line["rounds"]),
     "down": ("bytes down", lambda line: sent(line, "down")),
     "up": ("bytes up", lambda line: sent(line, "up")),
     "finetune": ("fine-tuning", lambda line: line["finetune_epochs"]),
@@ -128,7 +129,8 @@ def beside(theirs: list[Line], ours: list[Line]) -> str:
 
 
 def differences_from(lines: list[Line]) -> str:
-    """Return paired differences in points, their 95 % interval if there is one, and their moment."""
+    """Return paired differences in points, their moment, and their 95 % interval, where there is one: over
+    seeds, of a single seed over its clients."""
     rows = []
     for line in lines:
         if not line["difference"]:
@@ -138,9 +140,14 @@ def differences_from(lines: list[Line]) -> str:
         figures = [f"{100 * float(line[name]):+.1f}" for name in names]
         pair = f"{line['first']} - {line['second']}"
         text = figures[0] + (f" [{figures[1]}, {figures[2]}]" if figures[1:] else "")
+        if figures[1:] and over == "over_clients":
+            text += " over clients"
+        elif line.get("partitions") == "1":
+            text += " of one partition"
         rows.append([line["column"], pair, line["moment"], line["seeds"], text])
-    interval = "difference in points, 95 % interval over seeds (of one seed: over its clients)"
-    return as_markdown(["setting", "rows", "scored", "seeds", interval], rows)
+    return as_markdown(
+        ["setting", "rows", "scored", "seeds", "difference in points, 95 % interval over seeds"], rows
+    )
 
 
 def diagnostics_from(lines: list[Line], quantity: str) -> str:
