@@ -13,6 +13,7 @@ from hpcfl.config.keys import Config, flatten
 from hpcfl.config.load import differences
 from hpcfl.config.registry import DEFAULT_SOURCE
 from hpcfl.errors import UserError
+from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run
@@ -215,6 +216,7 @@ class Table:
         """Raise UserError for cells that do not go together."""
         if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
             self._check_one_source(layers)
+        self._check_keys(layers[-1])
         self._check_folders()
         self._check_pairs()
         self._check_quantities()
@@ -228,6 +230,32 @@ class Table:
                 f"{self.path}: data.source on the command line would replace {_listed(sources)} in all "
                 "columns; choose columns of one of them with --column LABEL"
             )
+
+    def _check_keys(self, file: TableFile) -> None:
+        """Refuse a row's value of a swept key, and keys that no cell has, which would change nothing."""
+        for number, row in enumerate(file.rows):
+            swept = {
+                column.sweep.key: column.label
+                for column in file.columns
+                if column.sweep is not None and column.label not in (row.without or ())
+            }
+            for key in flatten(row.tree()).keys() & swept:
+                raise UserError(
+                    f"{self.path}, {place_of('row', number, row.label)} sets {key}, as does column "
+                    f"{swept[key]}; leave it out, or name the column in the row's `without`"
+                )
+        columns = [
+            (place_of("column", number, column.label), column, [column.label])
+            for number, column in enumerate(file.columns)
+        ]
+        for place, entry, labels in [("settings", file.settings, self.columns), *columns]:
+            trees = [flatten(cell.config.tree()) for cell in self.cells if cell.column in labels]
+            known = list(dict.fromkeys(key for tree in trees for key in tree))
+            for key in flatten(entry.tree()) if trees else ():
+                if key not in known and not key.endswith((".name", ".path")):
+                    raise UserError(
+                        f"{self.path}, {place}: {key} is a key of no row there{did_you_mean(key, known)}"
+                    )
 
     def _check_folders(self) -> None:
         """Refuse two cells of one folder."""

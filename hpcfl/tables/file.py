@@ -131,6 +131,7 @@ class Column(_Labelled):
     config: Text | None = None
     """Configuration file under all other settings, relative to the table file."""
     sweep: Sweep | None = None
+    """Which columns it stands for; once read, which one is among."""
 
 
 class Row(_Labelled):
@@ -330,7 +331,7 @@ def _swept(place: str, column: Column) -> list[Column]:
         except UserError as error:
             raise UserError(f"{place}: {error}") from error
         label = f"{column.label}, {label}" if column.label else label
-        made.append(Column.model_construct(label=label, **tree))
+        made.append(Column.model_construct(label=label, sweep=column.sweep, **tree))
     return made
 
 

@@ -335,6 +335,21 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
         ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be a group of keys"),
+        (
+            "settings:",
+            "settings:\n  method: {kk: 1}",
+            ", settings: method.kk is a key of no row there; did you",
+        ),
+        (
+            "label: many",
+            "method: {kk: 1}, label: many",
+            ", column 2 (many): method.kk is a key of no row there",
+        ),
+        (
+            "heurpfedla}",
+            "heurpfedla, k: 1}",
+            ", row 1 (ours) sets method.k, as does column kept, k = 2;",
+        ),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )
