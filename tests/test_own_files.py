@@ -11,6 +11,7 @@ from processes import Mpirun
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
@@ -196,6 +197,18 @@ def test_an_edited_own_file_does_not_match_its_configuration(
     message = refused(capsys, str(tmp_path / "config.yaml"), *TINY)
     assert f"{key}={files[key]} is not the file of this configuration" in message
     assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in message
+
+
+def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*words(files), *TINY, "--out", str(tmp_path / "run")]
+    assert main(command) == FINISHED
+    files["method.path"].write_text(FILES["method.path"] + "# a comment\n")
+    # as in another process
+    METHODS.pop("my_method")
+    message = refused(capsys, *command)
+    assert f"a run with another text of method.path={files['method.path']}; bring that text back" in message
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -224,7 +224,8 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     if missing:
         say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
-        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}")
+        changed = f", where a run has other settings ({'; '.join(cell.changes)})" * bool(cell.changes)
+        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{changed}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")
     return missing
@@ -242,7 +243,8 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
     """
     pending = []
     for cell in table.chosen:
-        if cell.finished_run:
+        run = cell.finished_run
+        if run is not None and (run.confusion or not cell.config.run.metrics):
             continue
         traits = METHODS[cell.config.method.name].traits
         folder = RunFolder(cell.folder, cell.config, traits.uses_total_rounds)

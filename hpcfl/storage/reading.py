@@ -116,7 +116,8 @@ def read_columns(path: Path) -> Columns:
 def damaged(path: Path, line: int) -> UserError:
     """Return the error for a damaged line of a run's CSV file."""
     return UserError(
-        f"{path}, line {line}: damaged; restore the file from a backup, or name the folder of another run"
+        f"{path}, line {line}: damaged; restore the file from a backup, or delete it and rerun the run's "
+        "command, which writes it again from the checkpoint"
     )
 
 

@@ -90,10 +90,21 @@ class RunFolder:
         changed = self._changed(recorded)
         # without a checkpoint, as after a mistake in one's own method, there is nothing to lose
         if changed and self.store.exists:
+            what = f"a run with another configuration ({'; '.join(changed)}); give the same keys"
+            if texts := self._other_texts(changed):
+                what = f"a run with another text of {', '.join(texts)}; bring that text back"
             raise UserError(
-                f"{self.path} holds a run with another configuration ({'; '.join(changed)}); "
-                "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"
+                f"{self.path} holds {what} to resume it, give --out DIR for another folder, or --fresh to "
+                "start over"
             )
+
+    def _other_texts(self, changed: Sequence[str]) -> list[str]:
+        """Return the user's own files, as `key=path`, whose texts are all that has changed; else []."""
+        keys = {line.partition(":")[0] for line in changed}
+        of_code = {
+            named.partition("=")[0].rpartition(".")[0] + ".code": named for named in self.config.own_files
+        }
+        return [of_code[key] for key in of_code if key in keys] if keys <= of_code.keys() else []
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the keys that differ from a recorded run's, and so prevent a resume.

@@ -54,14 +54,27 @@ class Cell:
 
         Where they name no file of the user's own, it may have read its data from any.
         """
+        run = self._run
+        return run if run is not None and not self._differences(run) and run.is_finished else None
+
+    @property
+    def changes(self) -> list[str]:
+        """The keys in which the run in its folder differs, so that it cannot be resumed; [] without a run."""
+        changed = [] if (run := self._run) is None else self._differences(run)
+        return [line for line in changed if not line.startswith(("train.rounds:", "data.path:"))]
+
+    @property
+    def _run(self) -> Run | None:
         try:
-            run = Run(self.folder)
+            return Run(self.folder)
         except UserError:
             return None
+
+    def _differences(self, run: Run) -> list[str]:
         tree, data = self.config.tree(), run.record["data"]
         if _has_own_file(data) and not _has_own_file(tree["data"]):
             tree["data"] |= {key: data.get(key) for key in (*_DATA_FILE, "code", "subset_per_class")}
-        return run if not differences(run.record, tree) and run.is_finished else None
+        return differences(run.record, tree)
 
 
 class Table:

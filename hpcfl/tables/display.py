@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isnan
+from math import isclose, isnan
 
 from hpcfl.formatting import Document, Grid, half_width, percent
+from hpcfl.results.statistics import PairedDifference
 from hpcfl.tables.accuracies import Difference, Result
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import DEFAULT_SHOW, ONLY, QUANTITIES
@@ -47,8 +48,8 @@ def _without_metrics(table: Table, results: Sequence[Result]) -> list[str]:
     if not lacking:
         return []
     return [
-        f"finished cells without {', '.join(names)}: {len(lacking)}; to add them, type hpcfl run "
-        "CELL/config.yaml run.metrics=true --out CELL with each cell's folder as CELL"
+        f"finished cells without {', '.join(names)}: {len(lacking)}; to add them, repeat the command with "
+        "run.metrics=true"
     ]
 
 
@@ -100,8 +101,7 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
         width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
         line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
-        width = half_width(over_clients.mean, over_clients.half_width, digits=1)
-        rows.append([*line, width, str(over_clients.count)])
+        rows.append([*line, _over_clients(difference.paired), str(over_clients.count)])
     is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
@@ -117,6 +117,17 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     )
 
 
+def _over_clients(paired: PairedDifference) -> str:
+    """Return the interval over clients; with its bounds where seeds have different numbers of clients, so
+    that its centre is another one than that over seeds."""
+    found = paired.over_clients
+    width = half_width(found.mean, found.half_width, digits=1)
+    if isnan(found.half_width) or isclose(found.mean, paired.over_seeds.mean, abs_tol=5e-4):
+        return width
+    low, high = (100 * (found.mean + sign * found.half_width) for sign in (-1, 1))
+    return width.replace(f"± {100 * found.half_width:.1f}", f"[{low:+.1f}, {high:+.1f}]")
+
+
 def _shown(name: str, result: Result, missing: str) -> str:
     """Return a quantity as text; `missing` where only a finished run would tell it."""
     if name in _OF_RUNS:
@@ -127,16 +138,25 @@ def _shown(name: str, result: Result, missing: str) -> str:
 def _setting(table: Table) -> str:
     """Say in a line what all figures have in common."""
     configs = [cell.config for cell in table.cells]
-    published = f"published: {table.source}; " if table.source else ""
-    return (
-        f"Seeds {', '.join(map(str, table.seeds))}; "
-        f"rounds {_values(config.train.rounds for config in configs)}; "
-        f"clients {_values(config.data.clients or 'as the data has them' for config in configs)}; "
-        f"accuracy on the {_values(config.run.eval_split for config in configs)} split after the last "
-        f"round, mean over clients, mean ± standard deviation over seeds; {published}"
-        "bytes a client and round, of trainable numbers + of running statistics and indices; "
-        "client steps are updates of weights by a mini-batch, whatever each costs."
-    )
+    at_most = "at most " * any(config.train.patience is not None for config in configs)
+    in_training = " in training" * any(config.data.unseen_clients for config in configs)
+    lines = [
+        f"Seeds {', '.join(map(str, table.seeds))}",
+        f"rounds {at_most}{_values(config.train.rounds for config in configs)}",
+        f"clients {_values(config.data.clients or 'as the data has them' for config in configs)}",
+        f"accuracy on the {_values(config.run.eval_split for config in configs)} split after the last round, "
+        f"mean over clients{in_training}, mean ± standard deviation over seeds",
+    ]
+    if table.source:
+        lines.append(f"published: {table.source}")
+    if {"bytes_down", "bytes_up"} & {*table.show}:
+        lines.append(
+            "bytes of a client in a round that it takes part in, of trainable numbers + of running "
+            "statistics and indices"
+        )
+    if "steps_per_s" in table.show:
+        lines.append("client steps are updates of weights by a mini-batch, whatever each costs")
+    return "; ".join(lines) + "."
 
 
 def _values(values: Iterable[object]) -> str:
@@ -166,6 +186,11 @@ def _best(result: Result) -> str:
     rounds = sorted({int(value) for value in result.values("best_round")})
     span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     return f"{_accuracy('best_accuracy')(result)} (round {span})"
+
+
+def _rounds(result: Result) -> str:
+    done = sorted({int(value) for value in result.values("rounds_done")} or {result.config.train.rounds})
+    return f"{done[0]} to {done[-1]}" if len(done) > 1 else str(done[0])
 
 
 def _bytes(way: str) -> Callable[[Result], str]:
@@ -207,7 +232,7 @@ _OF_SETTINGS: dict[str, Callable[[Result], str]] = {
         "" if result.published_bytes is None else f"{result.published_bytes:,.0f}"
     ),
     "finetune_epochs": lambda result: str(result.config.train.finetune_epochs),
-    "rounds": lambda result: str(result.config.train.rounds),
+    "rounds": _rounds,
     "tuned": lambda result: result.row.tuned or "",
 }
 """Of all others."""

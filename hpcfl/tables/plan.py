@@ -58,6 +58,7 @@ def plan(table: Table) -> Document:
     header = ["method", "cells", "finished", "rounds", "hours left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
     count, hours, missing = 0, 0.0, ""
+    changed = [cell for cell in table.chosen if cell.changes]
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
@@ -82,4 +83,9 @@ def plan(table: Table) -> Document:
         f"{count} cells, {hours:.1f} hours of one process on {here} for what is not finished, by a dry "
         "run of one cell of each row in each column.",
     ]
+    if changed:
+        notes.append(
+            f"{len(changed)} cells hold runs of other settings ({changed[0].name}: {changed[0].changes[0]}): "
+            "--fresh starts these over."
+        )
     return Document(table.title, notes, grids)

@@ -129,7 +129,8 @@ def _line(table: Table, result: Result) -> dict[str, object]:
     line |= {"coverage": result.mean("coverage"), "seeds": len(result.runs), "missing_seeds": result.missing}
     line |= {f"seeds_{moment}": result.count(f"accuracy_{moment}") for moment in MOMENTS}
     line["clients_with_auc"] = result.known_clients("auc")[0] or None
-    line |= {"rounds": config.train.rounds, "eval_split": config.run.eval_split}
+    line |= {"rounds": config.train.rounds, "rounds_done": result.mean("rounds_done")}
+    line["eval_split"] = config.run.eval_split
     for name in COSTS:
         mean = result.mean(name)
         line[name] = round(mean) if mean is not None and "bytes" in name else mean

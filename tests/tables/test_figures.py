@@ -16,11 +16,19 @@ from bits import read_csv, write_csv
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
-from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.results.statistics import (
+    Interval,
+    PairedDifference,
+    interval,
+    mean_and_deviation,
+    paired_difference,
+    worst_tenth,
+)
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.diagnostics_csv import History
+from hpcfl.tables.display import _over_clients
 from hpcfl.tables.file import QUANTITIES, Curves
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
 from hpcfl.training.metrics import CLIENT_METRICS
@@ -214,6 +222,14 @@ def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
     assert f". {latex}}}\n\\label{{tab:two-3}}\n" in (table.folder / "table.tex").read_text()
 
 
+def test_an_interval_of_another_centre_is_shown_by_its_bounds() -> None:
+    """As after training, where seeds may have different numbers of clients."""
+    over_seeds = Interval(0.1, 0.02, 3)
+    assert _over_clients(PairedDifference(over_seeds, Interval(0.1, 0.05, 12))) == "± 5.0 *"
+    assert _over_clients(PairedDifference(over_seeds, Interval(0.08, 0.05, 10))) == "[+3.0, +13.0] *"
+    assert _over_clients(PairedDifference(over_seeds, Interval(0.1, math.nan, 12))) == "-"
+
+
 def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
     table = finished(tmp_path, TABLE.replace("{data: {clients: 4}", "{data: {clients: 4, seed: 7}"))
     text = write(table)
@@ -369,7 +385,7 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
 
 def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
     table.show = ["macro_f1", "auc", "by_class"]
-    assert "finished cells without macro_f1, auc, by_class: 6; to add them, type hpcfl run " in write(table)
+    assert "finished cells without macro_f1, auc, by_class: 6; to add them, repeat the " in write(table)
     header = ["client", "class", "predicted", "evaluated_samples"]
     for cell in table.cells_of("ours_1", "easy"):
         rows: list[dict[str, Any]] = [

@@ -604,6 +604,12 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
+    lr = "train.lr: 0.1 there, 0.2 here"
+    other = f"2 cells hold runs of other settings (HeurpFedLA, k = 2: {lr}): --fresh starts these over."
+    assert other in " ".join(finish(copied, str(changed), *words[1:], "--plan").split())
+    assert f"k-2-s1, where a run has other settings ({lr})" in finish(
+        copied, str(changed), *words[1:], "--no-run"
+    )
     assert finish(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
     assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
@@ -613,6 +619,15 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
     assert old.read_bytes() == before["heurpfedla-k-2-s0/checkpoint.h5"][0] != new.read_bytes()
     assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
     assert files(copied) == after
+
+
+def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, finish: Finish) -> None:
+    before = files(copied)
+    assert finish(copied, *words, "run.metrics=true").startswith("0 of 4 cells are finished")
+    assert len([*copied.glob("*/confusion.csv")]) == 4
+    after = files(copied)
+    assert all(after[name] == what for name, what in before.items() if name.endswith("checkpoint.h5"))
+    assert finish(copied, *words, "run.metrics=true").startswith("4 of 4 cells are finished")
 
 
 # Mistakes
