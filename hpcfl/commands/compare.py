@@ -14,9 +14,10 @@ from hpcfl.results.run import finished_runs
 def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     """Show the differences in accuracy between runs, client by client, and which of their keys differ.
 
-    Each method is scored at its own moment; differences have 95 % confidence intervals. The runs must
-    have the same clients with the same samples. Runs of one configuration with several seeds, such as
-    A-s0 B-s0 A-s1 B-s1, are combined. Of a folder of runs, all finished runs are compared.
+    Each method is scored at its own moment; differences have 95 % confidence intervals over clients
+    and over seeds: conclude on methods from the latter. The runs must have the same clients with the
+    same samples. Runs of one configuration with several seeds, such as A-s0 B-s0 A-s1 B-s1, are
+    combined. Of a folder of runs, all finished runs are compared.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
     folders = parser().parse_args(arguments).runs

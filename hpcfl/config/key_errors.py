@@ -32,6 +32,8 @@ class FileKeys(Settings):
                 if str(key).partition(".")[0] in cls.model_fields:
                     raise ValueError(dotted_key(str(key), given[key]))
                 near = did_you_mean(str(key), cls.model_fields)
+                if key in GROUPS and "settings" in cls.model_fields:
+                    near = "; write it under settings"
                 raise ValueError(f"{key} is an unknown key; allowed: {', '.join(cls.model_fields)}{near}")
         return given
 

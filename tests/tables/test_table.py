@@ -644,6 +644,7 @@ def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, fin
         ("{participation: 0.6, lr: 0.1}", "3", "train is set to 3 and cannot hold keys"),
         ("tuned:", "tunde:", "row 2 (HeurpFedLA, k = 2): tunde is an unknown key"),
         ("seeds:", "seed:", "seed is an unknown key; allowed: extends, title,"),
+        ("seeds:", "run: {}\nseeds:", "compare, show, figure; write it under settings"),
         ("seeds: [0, 1]", "", "seeds is missing; a table has extends, title,"),
         ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): another row is called fedavg"),
         ("HeurpFedLA, k = 2", "FedAvg!", "row 2 (FedAvg!), seed 0: fedavg makes the same folder"),
