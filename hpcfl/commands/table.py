@@ -243,11 +243,11 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
     """
     pending = []
     for cell in table.chosen:
-        run = cell.finished_run
-        if run is not None and (run.confusion or not cell.config.run.metrics):
-            continue
-        traits = METHODS[cell.config.method.name].traits
+        run, traits = cell.finished_run, METHODS[cell.config.method.name].traits
         folder = RunFolder(cell.folder, cell.config, traits.uses_total_rounds)
+        lacks_metrics = cell.config.run.metrics and folder.store.exists
+        if run is not None and (run.confusion or not lacks_metrics):
+            continue
         starts_over = False
         try:
             folder.check(fresh=False)
