@@ -14,14 +14,14 @@ from pathlib import Path
 from hpcfl.commands.arguments import TABLE_HELP, Parser, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.errors import ForcedStop, StorageError, UserError
+from hpcfl.errors import DivergedError, ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
 from hpcfl.methods import METHODS
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
-from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.cells import DIVERGED_NOTE, Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
 from hpcfl.tables.write_results import write, write_from_histories, write_results
@@ -169,7 +169,7 @@ def _run_cells(
             left = f"  time left {clock(left_s)}"
         _printer(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
         if world.is_server:
-            _note(cell, is_running=True)
+            _note(cell, "running")
             write_job_note("cell", str(cell.folder))
         try:
             outcome: Outcome | None = run(
@@ -178,13 +178,15 @@ def _run_cells(
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
+            _note(cell, DIVERGED_NOTE if isinstance(error, DivergedError) else None)
             if world.is_server and done + 1 < len(pending):
                 LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
             # not the cell's fault
-            _note(cell, is_running=False)
+            _note(cell, None)
             raise
-        _note(cell, is_running=False)
+        else:
+            _note(cell, None)
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
@@ -194,20 +196,18 @@ def _run_cells(
     return False, failed
 
 
-def _note_of(cell: Cell) -> Path:
-    """Return the file that is there while a cell runs, and stays after a fault that ends the process."""
-    return cell.folder.with_name(f".{cell.folder.name}.running")
+def _note(cell: Cell, text: str | None) -> None:
+    """Write the note that says that a cell is running or has diverged; None removes it.
 
-
-def _note(cell: Cell, is_running: bool) -> None:
-    """Make or remove the file that says that a cell is running."""
+    It also stays after a fault that ends the process.
+    """
     # the run itself reports a folder that cannot be written
     with suppress(OSError):
-        if is_running:
-            cell.folder.parent.mkdir(parents=True, exist_ok=True)
-            _note_of(cell).touch()
+        if text is None:
+            cell.note.unlink(missing_ok=True)
         else:
-            _note_of(cell).unlink(missing_ok=True)
+            cell.folder.parent.mkdir(parents=True, exist_ok=True)
+            cell.note.write_text(text)
 
 
 def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> list[Cell]:
@@ -224,8 +224,9 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     if missing:
         say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
-        changed = f", where a run has other settings ({'; '.join(cell.changes)})" * bool(cell.changes)
-        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{changed}")
+        why = f", where a run has other settings ({'; '.join(cell.changes)})" * bool(cell.changes)
+        why = why or ", has diverged" * cell.has_diverged
+        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{why}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")
     return missing
@@ -259,7 +260,7 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
         if cell in own:
             pending.append((cell, starts_over))
     # what ended the process last time may do so again, and is tried when the others are done
-    pending.sort(key=lambda entry: _note_of(entry[0]).exists())
+    pending.sort(key=lambda entry: entry[0].note.exists())
     unfinished = {(cell.label, cell.column) for cell, _ in pending}
     firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is reported now

@@ -52,6 +52,8 @@ class Result:
     """Its runs by finished seed."""
     missing: int
     """Seeds that are not finished."""
+    diverged: int
+    """Those of them whose last run has diverged."""
 
     @cached_property
     def figures(self) -> dict[int, dict[str, float]]:
@@ -115,7 +117,9 @@ def read_results(table: Table) -> list[Result]:
         for row in table.rows:
             if cells := table.cells_of(row.label, column):
                 runs = {cell.seed: run for cell in cells if (run := cell.finished_run)}
-                made.append(Result(row, column, cells[0].config, runs, len(cells) - len(runs)))
+                missing = [cell for cell in cells if cell.seed not in runs]
+                diverged = sum(cell.has_diverged for cell in missing)
+                made.append(Result(row, column, cells[0].config, runs, len(missing), diverged))
     return made
 
 

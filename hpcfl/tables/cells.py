@@ -26,6 +26,10 @@ _CHANGE_NO_RESULT = ("run.", "data.root=")
 """Where data lie, and how a run is carried out."""
 
 
+DIVERGED_NOTE = "diverged"
+"""What the note of a cell says whose numbers became nan or infinite."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of a table."""
@@ -47,6 +51,16 @@ class Cell:
     @property
     def seed(self) -> int:
         return self.config.run.seed
+
+    @property
+    def note(self) -> Path:
+        """A file that is there while the cell runs, and after a run that failed by itself."""
+        return self.folder.with_name(f".{self.folder.name}.running")
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its last run ended because numbers became nan or infinite."""
+        return self.note.is_file() and self.note.read_text() == DIVERGED_NOTE
 
     @property
     def finished_run(self) -> Run | None:

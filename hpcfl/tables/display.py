@@ -61,10 +61,10 @@ def _overview(table: Table, results: Sequence[Result]) -> Grid:
         result = by_place.get((label, column))
         if result is None:
             return NO_CELL
-        seeds = f", {result.missing} seed{'s' if result.missing > 1 else ''} missing"
         published = "" if result.published is None else f" ({result.published:.1f})"
+        seeds = f", {result.missing} seed{'s' if result.missing > 1 else ''} {_why_missing(result)}"
         has_some = bool(result.runs and result.missing)
-        return _shown(table.show[0], result, MISSING) + seeds * has_some + published
+        return _shown(table.show[0], result, _why_missing(result)) + seeds * has_some + published
 
     rows = [[label, *(text(label, column) for column in table.columns)] for label in table.labels]
     caption = QUANTITIES[table.show[0]]
@@ -78,7 +78,7 @@ def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
     """Return all shown quantities of the rows of a column."""
     shown = {}
     for number, name in enumerate(table.show):
-        cells = [_shown(name, result, "" if number else MISSING) for result in results]
+        cells = [_shown(name, result, "" if number else _why_missing(result)) for result in results]
         same = name in ONLY_WHERE_THEY_DIFFER and len(set(cells)) == 1
         if table.show != DEFAULT_SHOW or (any(cells) and not same):
             shown[name] = cells
@@ -126,6 +126,10 @@ def _over_clients(paired: PairedDifference) -> str:
         return width
     low, high = (100 * (found.mean + sign * found.half_width) for sign in (-1, 1))
     return width.replace(f"± {100 * found.half_width:.1f}", f"[{low:+.1f}, {high:+.1f}]")
+
+
+def _why_missing(result: Result) -> str:
+    return "diverged" if result.diverged == result.missing else MISSING
 
 
 def _shown(name: str, result: Result, missing: str) -> str:

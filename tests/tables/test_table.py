@@ -23,7 +23,16 @@ from bits import differing, read_csv, refused, run_here, tiny_settings
 from processes import REPOSITORY, Mpirun, forked
 
 from hpcfl.config.keys import ENVIRONMENT
-from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError, UserError
+from hpcfl.errors import (
+    BAD_INPUT,
+    DIVERGED,
+    FINISHED,
+    OUT_OF_MEMORY,
+    STOPPED,
+    ForcedStop,
+    StorageError,
+    UserError,
+)
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.tables.cells import Table
@@ -475,6 +484,15 @@ def test_a_table_with_a_failed_cell_finishes_the_other_cells(
     shutil.rmtree(damaged)
     assert table(folder, *words, "--quiet") == FINISHED
     assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
+
+
+def test_a_cell_that_has_diverged_is_marked(words: list[str], copied: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "two.yaml"
+    changed.write_text(TABLE.replace("lr: 0.1}", "lr: 1.0e+9}"))
+    assert table(copied, str(changed), *words[1:], "--fresh", "--seeds", "0", "--quiet") == DIVERGED
+    assert "| HeurpFedLA, k = 2 | diverged | " in (copied / "table.md").read_text()
+    assert table(copied, *words, "--fresh", "--quiet") == FINISHED
+    assert "diverged" not in (copied / "table.md").read_text()
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
