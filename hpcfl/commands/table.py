@@ -178,7 +178,8 @@ def _run_cells(
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
-            _note(cell, DIVERGED_NOTE if isinstance(error, DivergedError) else None)
+            if world.is_server:
+                _note(cell, DIVERGED_NOTE if isinstance(error, DivergedError) else None)
             if world.is_server and done + 1 < len(pending):
                 LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
@@ -244,10 +245,10 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
     """
     pending = []
     for cell in table.chosen:
-        run, traits = cell.finished_run, METHODS[cell.config.method.name].traits
+        finished, traits = cell.finished_run, METHODS[cell.config.method.name].traits
         folder = RunFolder(cell.folder, cell.config, traits.uses_total_rounds)
         lacks_metrics = cell.config.run.metrics and folder.store.exists
-        if run is not None and (run.confusion or not lacks_metrics):
+        if finished is not None and (finished.confusion or not lacks_metrics):
             continue
         starts_over = False
         try:

@@ -60,7 +60,10 @@ class Cell:
     @property
     def has_diverged(self) -> bool:
         """Whether its last run ended because numbers became nan or infinite."""
-        return self.note.is_file() and self.note.read_text() == DIVERGED_NOTE
+        try:
+            return self.note.read_text() == DIVERGED_NOTE
+        except OSError:
+            return False
 
     @property
     def finished_run(self) -> Run | None:
