@@ -92,7 +92,10 @@ def test_warnings_go_to_the_caller_s_logging_or_are_printed_once_for_each_run(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own, library = "model.name=digits_cnn has no BatchNorm, so fedbn is fedavg here", "of a library: in"
+    own, library = (
+        "model.name=digits_cnn has no BatchNorm, so fedbn trains as fedavg does",
+        "of a library: in",
+    )
     for name in ("routed", "printed", "printed again"):
         caplog.clear()
         run(method=Noisy, out=tmp_path / name)

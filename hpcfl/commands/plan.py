@@ -108,7 +108,7 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         *_times(method, planner, estimate),
         _memory(estimate),
         _disk(planner),
-        *_bytes(planner, found),
+        *_bytes(planner, found.chooses_layers, config),
         "",
         *_job(header),
     ]
@@ -231,10 +231,13 @@ def _disk(planner: Planner) -> str:
     )
 
 
-def _bytes(planner: Planner, measured: DryRun) -> Iterator[str]:
+def _bytes(planner: Planner, chooses_layers: bool, config: Config) -> Iterator[str]:
     """Yield the bytes of messages as metrics.csv counts them."""
     a_round, whole = planner.traffic()
-    about = "about " if measured.chooses_layers else ""
+    draws_size = config.privacy.unit == "client" and config.train.participation < 1
+    about = "about " if chooses_layers or draws_size else ""
+    if config.clients.loses_members:
+        about = "without lost clients "
     yield (
         f"network: {about}{a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
         f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"

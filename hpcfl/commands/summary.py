@@ -35,6 +35,9 @@ def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterato
         spent = f"epsilon {ledger.last(EPSILON):.3g}, delta {privacy.delta_in_use:g}"
         more[f"privacy of a {privacy.unit}"] = spent
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
+    others = [
+        ledger.last(f"buffer_bytes_{way}") + ledger.last(f"index_bytes_{way}") for way in ("down", "up")
+    ]
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
         "spread over clients": f"{ledger.last('accuracy_std'):.2%}",
@@ -42,6 +45,7 @@ def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterato
         **more,
         "best round": f"{best:.2%} (round {best_round})",
         "bytes down, up": f"{down}, {up}",
+        **({"statistics, indices": ", ".join(map(readable_bytes, others))} if any(others) else {}),
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():

@@ -116,7 +116,8 @@ class DataConfig(Settings):
     left, and must be of one size."""
     clients: int | None = Field(None, ge=1, le=10**7)
     """Number of clients N; default: 10, or with partition `given` all that the source has. With source
-    `domains`, client c belongs to domain c mod D (domains in alphabetical order), and the partition divides
+    `domains`, client c belongs to domain c mod D (domains in alphabetical order; with
+    `data.unseen_clients`, before these get the last numbers), and the partition divides
     each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
     """Samples of a client, all splits together; default: the most that is equal for all."""

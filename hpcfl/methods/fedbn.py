@@ -34,7 +34,7 @@ class FedBN(OwnLayers):
         super().__init__(context, params)
         if not self.layout.batchnorm_modules:
             LOG.warning(
-                f"model.name={context.model_name} has no BatchNorm, so fedbn is fedavg here; "
+                f"model.name={context.model_name} has no BatchNorm, so fedbn trains as fedavg does; "
                 "model.batchnorm=true adds it to convolutional networks"
             )
 

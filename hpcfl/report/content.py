@@ -179,6 +179,8 @@ def _headline(run: Run, clients: Columns, steps: float) -> list[Json]:
         found.append(_figure("Epsilon", f"{last[EPSILON]:.3g}", last[EPSILON], remark))
     down, up = last["bytes_down"], last["bytes_up"]
     remark = f"{readable_bytes(down)} down, {readable_bytes(up)} up"
+    if others := sum(last[f"{kind}_bytes_{way}"] for kind in ("buffer", "index") for way in ("down", "up")):
+        remark += f"; beside them {readable_bytes(others)} of running statistics and indices"
     found.append(_figure("Bytes", readable_bytes(down + up), down + up, remark))
     found.append(_figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"))
     if SIMULATED in last:

@@ -83,6 +83,7 @@ class Divergence:
     ) -> None:
         self._world, self._ledger, self._folder = world, ledger, folder
         self._policy, self._method, self._train = policy, method.name, method.context.train
+        self._is_private = method.context.privacy.unit is not None
         self._has_warned_of_scores = False
 
     @property
@@ -147,6 +148,9 @@ class Divergence:
             # the server prints it
             raise DivergedError(problem)
         lower = f"start over with a lower train.lr (it is {self._train.lr:g})"
+        if self._is_private:
+            # a private run has no other policy
+            lower, instead = f"{lower}, privacy.clip or privacy.noise", ""
         text = f"{problem}; {self._folder.last_good()}: {lower}" + (f", or {instead}" if instead else "")
         self._folder.log(f"error: {text}")
         raise DivergedError(text)

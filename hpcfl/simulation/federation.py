@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, UploadCoding, codec_of
+from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, TopK, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import shard_unit_of
@@ -20,6 +20,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import State
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.migration import ClientMigration
+from hpcfl.terminal import LOG
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class Federation:
         self._shard_unit = shard_unit_of(self.method.sharded)
         self.channel = Channel(world, self.method.layers, self.num_clients, self._shard_unit)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
+        self._has_warned = False
         self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
         self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
 
@@ -128,7 +130,25 @@ class Federation:
 
         `delivered` is everything that the members received in this round.
         """
-        return self.channel.up(message, cohort, delivered.sent, self._coding(cohort, delivered.received))
+        up = self.channel.up(message, cohort, delivered.sent, self._coding(cohort, delivered.received))
+        if isinstance(self._up, TopK) and self.world.is_server:
+            self._warn_of_topk(up.outline)
+        return up
+
+    def _warn_of_topk(self, outline: Message) -> None:
+        """Warn once if topk compresses nothing of an upload, or not all."""
+        pieces = {
+            name: outline.pieces[name]
+            for name, rows in outline.per_client.items()
+            if rows.is_floating_point()
+        }
+        whole = [name for name in pieces if not any(piece.is_index for piece in pieces[name])]
+        if whole and not self._has_warned:
+            LOG.warning(
+                f"comm.codec=topk does not compress {', '.join(whole)} in the uploads of method.name="
+                f"{self.method.name}, which is no difference to the download; int8 and float16 do"
+            )
+            self._has_warned = True
 
     def upload_bytes(self, up: Message, received: Message, round: int) -> Tensor:
         """Return the bytes that each client of a group sends, int64 [C], as the server would count them.

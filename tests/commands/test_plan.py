@@ -214,6 +214,8 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_equal_those_by_hand(
     a_round = 3 * 4 * DIGITS_CNN
     assert f"network: {a_round:,} bytes down and {a_round:,} up a round, " in text
     assert f"{10 * a_round:,} and {10 * a_round:,} in all, as metrics.csv counts them" in text
+    lossy = printed_plan(capsys, *words, *more, "clients.drop_rate=0.5")
+    assert f"network: without lost clients {a_round:,} bytes down" in lossy
     # nodes of three ranks, and the four that are asked for; more than four nodes change nothing
     rows = re.findall(r"^(\d+) +(\d+)  0:00:1\d  .*  (\S.*)$", text, re.MULTILINE)
     assert [row[:2] for row in rows] == [("1", "3"), ("2", "4"), ("2", "6"), ("4", "12")]

@@ -5,6 +5,7 @@ Shapes: S clients of a cohort, P = 9 trainable numbers in L = 3 layers of 3, 2 a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -328,6 +329,15 @@ def test_counted_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
     else:
         assert numbers == sent["numbers"]
     assert indices == sent["indices"]
+
+
+@pytest.mark.parametrize(("method", "left"), [("fedavg", None), ("ifca", "theta"), ("scaffold", "change")])
+def test_a_run_warns_once_of_what_topk_leaves(
+    method: str, left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(*method_settings(method), "data.per_client=20", "comm.codec=topk", "train.rounds=2")
+    found = re.findall(r"topk does not compress (\w+) in the uploads of method\.name=(\w+)", caplog.text)
+    assert found == ([] if left is None else [(left, method)])
 
 
 @pytest.mark.parametrize("codec", ["float16", "int8"])

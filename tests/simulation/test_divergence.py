@@ -80,6 +80,16 @@ def poisoned(tmp_path: Path, settings: list[str]) -> list[str]:
     return [*settings, write_poisoned(tmp_path / "poisoned.py", {2: (3, 5)}), "train.rounds=4"]
 
 
+def test_a_private_run_that_diverges_is_not_advised_to_skip(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = ["method.name=fedavg", "privacy.unit=client", "privacy.clip=1e30", "privacy.noise=1"]
+    private.append("train.buffers=local")
+    assert run_here(tmp_path / "run", [*settings, *private]) == DIVERGED
+    error = capsys.readouterr().err
+    assert error.endswith("a lower train.lr (it is 0.05), privacy.clip or privacy.noise\n")
+
+
 def metrics_of(folder: Path) -> list[dict[str, str]]:
     return read_csv(folder / "metrics.csv")
 
