@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import index
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
 from hpcfl.config.key_errors import OF_PYTHON
-from hpcfl.config.keys import Config, flatten
+from hpcfl.config.keys import OWN_KEYS, Config, flatten
 from hpcfl.config.load import allow_named
 from hpcfl.config.own_code import allow_files, check_options
 from hpcfl.data.arrays import arrays_of
@@ -28,6 +30,9 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import LOG
 
 Setting = str | Path | Mapping[str, Any]
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held by a run: torch's generators, and where warnings go, belong to the process."""
 
 _added: set[str] = set()
 """Names of methods that the caller of `run` passed as classes."""
@@ -45,7 +50,7 @@ def run(
     """Start a run in its folder, or resume it, as `hpcfl run` does. Collective.
 
     Rank 0 gives warnings to the logger `hpcfl`, and those of libraries to `py.warnings`; it prints them where
-    `hpcfl` has no handler.
+    `hpcfl` has no handler. Of several threads' runs, each waits for the one before.
 
     Args:
         settings: YAML files, `key=value` words and dictionaries of keys (nested, or as `train.rounds`), the
@@ -63,16 +68,23 @@ def run(
         What `hpcfl.load_run` returns, also where a signal has stopped the run early; None on all ranks but 0.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C has stopped a run without mpirun; it has its checkpoint.
+        hpcfl.errors.DivergedError: numbers became nan or infinite (`run.on_divergence`).
         hpcfl.errors.UserError: settings, method or dataset are impossible, or the folder holds another run.
         hpcfl.errors.StorageError: the run folder cannot be written.
     """
-    with started_world(prints_warnings=not LOG.hasHandlers()) as world, ExitStack() as at_exit:
+    with ExitStack() as at_exit:
+        at_exit.enter_context(_ONE_AT_A_TIME)
+        world = at_exit.enter_context(started_world(prints_warnings=not LOG.hasHandlers()))
         config = run_collectively(world, lambda: _config(settings, method, dataset, own_code))
         stop = StopFlag()
         at_exit.callback(stop.restore)
-        folder = Path("runs") / config.run_name() if out is None else Path(out)
+        at_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        folder = Path("runs") / config.run_name() if out is None else Path(out).expanduser()
         run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet)
-        return load_run(folder) if world.is_server else None
+        if stop.is_interrupted and world.size == 1:
+            raise KeyboardInterrupt
+        return load_run(folder.absolute()) if world.is_server else None
 
 
 def _config(
@@ -82,25 +94,41 @@ def _config(
     own_code: str | Path | Sequence[str | Path],
 ) -> Config:
     allow_files("own_code", own_code)
-    tree: dict[str, Any] = {}
-    for setting in settings:
-        if isinstance(setting, Mapping):
-            allow_named(flatten(setting))
-            tree = merge(tree, setting)
-        elif isinstance(setting, str) and "=" in setting:
-            tree = merge(tree, [setting])
-        elif isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith((".yaml", ".yml"))):
-            tree = merge(tree, read_keys(Path(setting)))
-        else:
-            raise UserError(
-                f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a "
-                "dictionary of keys"
-            )
+    given = [_keys(setting) for setting in settings]
     if method is not None:
-        tree = merge(tree, {"method.name": method if isinstance(method, str) else _add_method(method)})
+        given.append({"method.name": method if isinstance(method, str) else _add_method(method)})
     if dataset is not None:
-        tree = merge(tree, {"data.source": _add_source(dataset)})
-    return resolve(tree)
+        given.append({"data.source": _add_source(dataset)})
+    tree: dict[str, Any] = {}
+    # a name drops the keys of another name before it, but not those that no name has come before
+    waiting: dict[str, Any] = {}
+    for keys in given:
+        if _named(keys) & _named(waiting):
+            tree, waiting = merge(tree, waiting), {}
+        waiting |= keys
+    return resolve(merge(tree, waiting))
+
+
+def _keys(setting: Setting) -> dict[str, Any]:
+    """Return the keys of a setting, flat."""
+    if isinstance(setting, Mapping):
+        keys = flatten(setting)
+        allow_named(keys)
+        return keys | {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
+    if isinstance(setting, str) and "=" in setting:
+        return flatten(merge({}, [setting]))
+    if isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith((".yaml", ".yml"))):
+        return flatten(read_keys(Path(setting)))
+    raise UserError(
+        f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a dictionary "
+        "of keys"
+    )
+
+
+def _named(keys: Mapping[str, Any]) -> set[str]:
+    """Return the groups in which keys choose a method, a model, a partition or a source by name."""
+    names = (*OWN_KEYS, "method.name", "model.name", "data.partition.name", "data.source")
+    return {key.rpartition(".")[0] for key in keys if key in names}
 
 
 def _add_method(method: type[Method]) -> str:
@@ -126,15 +154,24 @@ def _add_source(dataset: Any) -> str:
     try:
         pairs = [dataset[number] for number in range(len(dataset))]
         x = np.stack([np.asarray(image) for image, _ in pairs])
-        # a fraction is no label
-        y = np.array([index(label) for _, label in pairs])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(
             f"dataset: {error}; give a sequence of (image, label), the images tensors or arrays of one shape "
             "[C, H, W] or [H, W]"
         ) from error
+    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        raise UserError(
+            f"dataset: the images have the shape {list(x.shape[1:])}, with channels last; give them as "
+            "[C, H, W], such as by torchvision.transforms.ToTensor()"
+        )
+    try:
+        # a fraction is no label
+        y = np.array([index(label) for _, label in pairs])
+    except TypeError as error:
+        raise UserError(f"dataset: {error}; give labels as integers from 0 on") from error
     arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
-    digest = hashlib.sha256(arrays.x.tobytes() + arrays.y.tobytes()).hexdigest()[:8]
+    kind = f"{arrays.x.dtype} {arrays.x.shape}".encode()
+    digest = hashlib.sha256(kind + arrays.x.tobytes() + arrays.y.tobytes()).hexdigest()[:8]
     name = f"{OF_PYTHON}{digest}"
     SOURCES[name] = Source(f"{len(y)} samples given to hpcfl.run", read=lambda _: arrays)
     return name

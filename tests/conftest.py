@@ -115,14 +115,15 @@ def forgetting_own_code() -> Iterator[None]:
     """Forget in the end what own files add inside the block."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
-    added, allowed = set(own_code._added), set(own_code._allowed)
+    added, allowed = dict(own_code._added), set(own_code._allowed)
     try:
         yield
     finally:
         for registry, before in zip(registries, known, strict=True):
             registry.clear()
             registry.update(before)
-        own_code._added.intersection_update(added)
+        own_code._added.clear()
+        own_code._added.update(added)
         own_code._allowed.intersection_update(allowed)
         for name in set(sys.modules) - modules:
             if name.startswith(own_code.OWN_MODULE):

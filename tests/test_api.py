@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +19,12 @@ from torch.utils.data import TensorDataset
 
 import hpcfl
 from hpcfl import api
-from hpcfl.communication.messages import Message
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
+from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.results.run import Run, load_run
@@ -51,7 +55,7 @@ def registries(own_code_forgotten: None) -> Iterator[None]:
     added = set(api._added)
     yield
     api._added.intersection_update(added)
-    for kind in (Halved, Noisy):
+    for kind in (Halved, Noisy, Interrupted):
         for name in {"name", "summary"} & vars(kind).keys():
             delattr(kind, name)
 
@@ -162,7 +166,11 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
-        ({"dataset": [(torch.zeros(1, 8, 8), 0.5)]}, "dataset: 'float' object cannot be"),
+        ({"dataset": [(torch.zeros(1, 8, 8), 0.5)]}, "integer; give labels as integers from 0 on"),
+        (
+            {"dataset": [(torch.zeros(8, 8, 3), 0)] * 4},
+            "the shape [8, 8, 3], with channels last; give them as",
+        ),
     ],
 )
 def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -177,6 +185,40 @@ def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: 
 def test_what_is_no_setting_is_refused(setting: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a setting; give a YAML file, a word"):
         hpcfl.run(setting, out=tmp_path / "run")
+
+
+def test_keys_of_no_named_method_are_refused(tmp_path: Path) -> None:
+    for given in (
+        [{"method.nu": 0.5}, {"method.name": "fedprox"}],
+        [{"model": {"name": "mlp"}, "method": {"nu": 0.5}}, "method.name=fedprox"],
+    ):
+        with pytest.raises(UserError, match=r"method\.nu=0\.5 is an unknown key"):
+            run(*given, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"method\.nu=0\.5 is an unknown key"):
+        run({"method.nu": 0.5}, method=Halved, out=tmp_path / "run")
+    # those of another method are left out
+    found = run({"method": {"name": "fedprox", "mu": 0.5}}, method="fedavg", out=tmp_path / "run")
+    assert found.config.method.name == "fedavg"
+
+
+class Interrupted(FedAvg):
+    """FedAvg during whose first round somebody types Ctrl-C."""
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        super().aggregate(server, cohort, up)
+        if cohort.round == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_cell(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(method=Interrupted, out=tmp_path / "run")
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+    assert load_run(tmp_path / "run").status.state == "stopped"
+    assert run(method=Interrupted, out=tmp_path / "run").done == 2
 
 
 def test_a_script_on_several_ranks_has_the_bits_of_one_rank(tmp_path: Path, mpirun: Mpirun) -> None:
@@ -207,5 +249,14 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path, mpirun: Mpirun) -
         "except hpcfl.errors.UserError as error:\n"
         "    print(error)\n"
     )
+    lines = script.read_text()
+    lines += (
+        lines[lines.index("try:") :]
+        .replace("'fedavg'", "'fedavg'", 1)
+        .replace("dataset=dataset", "fresh=True")
+        .replace("'model.name=mlp'", "f'train.lr={torch.rand(1).item()}'")
+    )
+    script.write_text(lines)
     done = mpirun(2, script, tmp_path / "run")
     assert "rank 1 has read other data than rank 0: copy the same files" in done.stdout
+    assert "rank 1 has train.lr=0." in done.stdout

@@ -11,7 +11,6 @@ from processes import Mpirun
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
-from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
@@ -205,10 +204,9 @@ def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
     command = [*words(files), *TINY, "--out", str(tmp_path / "run")]
     assert main(command) == FINISHED
     files["method.path"].write_text(FILES["method.path"] + "# a comment\n")
-    # as in another process
-    METHODS.pop("my_method")
     message = refused(capsys, *command)
     assert f"a run with another text of method.path={files['method.path']}; bring that text back" in message
+    assert main([*command, "--fresh"]) == FINISHED
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -11,6 +11,7 @@ from typing import Any
 from hpcfl import __version__
 from hpcfl.checks.findings import Findings, ranges
 from hpcfl.communication.communicator import Communicator
+from hpcfl.config.keys import OWN_KEYS, Config, flatten
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
 
@@ -23,6 +24,9 @@ NUMERIC_PACKAGES = ("torch", "numpy")
 """Packages on whose versions the bits of a run depend."""
 CLOCKS_APART_S = 60.0
 
+_NAMES_OF_FILES = (*OWN_KEYS, "data.path", "data.root", "data.source")
+"""Keys that name what nodes may have in different places; its content is compared."""
+
 
 def check_unlike_nodes(world: Communicator) -> None:
     """Raise UserError where ranks have other versions; warn of clocks and of host names. Collective."""
@@ -33,6 +37,19 @@ def check_unlike_nodes(world: Communicator) -> None:
     # a run shows those of the server only
     for text in found.warnings:
         LOG.warning(text)
+
+
+def check_same_settings(world: Communicator, config: Config) -> None:
+    """Raise UserError on all ranks unless all have the same settings. Collective."""
+    own = {key: value for key, value in flatten(config.tree()).items() if key not in _NAMES_OF_FILES}
+    found = world.all_gather(own)
+    for rank, other in enumerate(found):
+        for key in own | other:
+            if other.get(key) != found[0].get(key):
+                raise UserError(
+                    f"rank {rank} has {key}={other.get(key)}, and rank 0 {found[0].get(key)}: give all ranks "
+                    "the same settings, such as random ones drawn from the same seed"
+                )
 
 
 def check_same_data(world: Communicator, digest: int) -> None:

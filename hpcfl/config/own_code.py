@@ -21,7 +21,8 @@ OWN_MODULE = "hpcfl_own_"
 RESERVED_OPTIONS = ("name", "path", "code")
 """Keys of every group with a `name`; no option may have one of these names."""
 
-_added: set[tuple[str, str]] = set()
+_added: dict[tuple[str, str], Path] = {}
+"""The file that has added a name, by its key and this name."""
 
 _allowed: set[bytes] = set()
 """SHA-256 of the files that may run."""
@@ -73,9 +74,12 @@ class OwnFile:
 
     def add_to(self, known: dict[str, Any], name: str, value: Any) -> None:
         """Register what the file defines under a name; UserError if the name is taken."""
-        if known.setdefault(name, value) is not value:
+        file = self.path.resolve()
+        # in a notebook, a file may have another text than before
+        if name in known and known[name] is not value and _added.get((self.key, name)) != file:
             raise UserError(f"{self.place} defines {name}, but that name is already in use; choose another")
-        _added.add((self.key, name))
+        known[name] = value
+        _added[self.key, name] = file
 
 
 def check_options(place: str, group: str, options: type[Settings], base: type[Settings]) -> None:

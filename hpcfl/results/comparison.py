@@ -123,6 +123,9 @@ def compare(*runs: Run) -> Comparison:
     Raises:
         UserError: fewer than two runs, one twice, one is not finished, or they have different clients.
     """
+    for run in runs:
+        if not isinstance(run, Run):
+            raise TypeError(f"compare needs runs, as hpcfl.load_run returns them, not {run!r}")
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
     for run in runs:

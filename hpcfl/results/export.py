@@ -67,6 +67,8 @@ def export(
         allowed = ", ".join(f"FILE{kind}" for kind in KINDS)
         raise UserError(f"--out {out} has an unknown ending; allowed: a folder, {allowed}")
     files: list[Path] = []
+    if client not in (ALL, GLOBAL):
+        client = models.number(client)
     try:
         for name in range(models.num_clients) if client == ALL else [client]:
             stem = out.with_suffix("") if is_file else out / (name if name == GLOBAL else f"client{name}")

@@ -71,7 +71,7 @@ class TrainedModels:
         """
         if client == GLOBAL:
             return self._global()
-        self._check_other(client)
+        client = self.number(client)
         if not self._checkpoint.has_models:
             raise UserError(self._without_models())
         return _with_buffers(self._checkpoint.model(client))
@@ -217,13 +217,15 @@ class TrainedModels:
             )
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 
-    def _check_other(self, client: int) -> None:
-        is_whole = isinstance(client, int | np.integer) and not isinstance(client, bool)
-        if not is_whole or not 0 <= client < self.num_clients:
+    def number(self, client: int) -> int:
+        """Return a client's number as an int, from columns of CSV files too; UserError for another."""
+        is_number = isinstance(client, int | float | np.number) and not isinstance(client, bool)
+        if not is_number or client not in range(self.num_clients):
             raise UserError(
                 f"client {client!r} is not in this run; allowed: 0 to {self.num_clients - 1}, or {GLOBAL} "
                 "for the model of a method that has one for all"
             )
+        return int(client)
 
     def _without_models(self) -> str:
         rounds = self.config.train.rounds

@@ -131,7 +131,8 @@ class Run:
             files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
             changed_s = max(path.stat().st_mtime for path in files if path.exists())
             state: RunState = "killed" if seen.is_gone else "unknown"
-            if self.is_finished:
+            # not by what this object has read before
+            if Run(self.path).is_finished:
                 state = "finished"
             elif seen.is_seen or not seen.owner:
                 state = "running" if seen.is_seen else "stopped"

@@ -56,6 +56,11 @@ class StopFlag:
         is_short = self._end_s is not None and self._end_s - time.monotonic() < needed_s
         return world.maximum(int(bool(self._requests) or (world.is_server and is_short))) == 1
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a request was Ctrl-C, on this rank."""
+        return signal.SIGINT in self._requests
+
     def restore(self) -> None:
         """Restore the previous handlers."""
         for number, handler in self._previous.items():
