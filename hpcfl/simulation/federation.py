@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, TopK, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
@@ -136,13 +136,14 @@ class Federation:
         return up
 
     def _warn_of_topk(self, outline: Message) -> None:
-        """Warn once if topk compresses nothing of an upload, or not all."""
-        pieces = {
-            name: outline.pieces[name]
+        """Warn once of what topk does not compress in an upload; running statistics it never does."""
+        whole = [
+            name
             for name, rows in outline.per_client.items()
             if rows.is_floating_point()
-        }
-        whole = [name for name in pieces if not any(piece.is_index for piece in pieces[name])]
+            and name != BUFFERS
+            and not any(piece.is_index for piece in outline.pieces[name])
+        ]
         if whole and not self._has_warned:
             LOG.warning(
                 f"comm.codec=topk does not compress {', '.join(whole)} in the uploads of method.name="

@@ -335,7 +335,8 @@ def test_counted_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
 def test_a_run_warns_once_of_what_topk_leaves(
     method: str, left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Run(*method_settings(method), "data.per_client=20", "comm.codec=topk", "train.rounds=2")
+    keys = ["data.per_client=20", "model.batchnorm=true", "comm.codec=topk", "train.rounds=2"]
+    Run(*method_settings(method), *keys)
     found = re.findall(r"topk does not compress (\w+) in the uploads of method\.name=(\w+)", caplog.text)
     assert found == ([] if left is None else [(left, method)])
 
