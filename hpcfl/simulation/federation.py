@@ -136,15 +136,15 @@ class Federation:
         return up
 
     def _warn_of_topk(self, outline: Message) -> None:
-        """Warn once of what topk does not compress in an upload; running statistics it never does."""
-        whole = [
-            name
+        """Warn once if topk does not compress more than a tenth of an upload's numbers, but for running
+        statistics, which it never compresses."""
+        sizes = {
+            name: rows[0].numel()
             for name, rows in outline.per_client.items()
-            if rows.is_floating_point()
-            and name != BUFFERS
-            and not any(piece.is_index for piece in outline.pieces[name])
-        ]
-        if whole and not self._has_warned:
+            if rows.is_floating_point() and name != BUFFERS
+        }
+        whole = [name for name in sizes if not any(piece.is_index for piece in outline.pieces[name])]
+        if 10 * sum(sizes[name] for name in whole) > sum(sizes.values()) and not self._has_warned:
             LOG.warning(
                 f"comm.codec=topk does not compress {', '.join(whole)} in the uploads of method.name="
                 f"{self.method.name}, which is no difference to the download; int8 and float16 do"

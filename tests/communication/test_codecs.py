@@ -331,7 +331,9 @@ def test_counted_bytes_are_those_sent(sent: Counter[str], case: str) -> None:
     assert indices == sent["indices"]
 
 
-@pytest.mark.parametrize(("method", "left"), [("fedavg", None), ("ifca", "theta"), ("scaffold", "change")])
+@pytest.mark.parametrize(
+    ("method", "left"), [("fedavg", None), ("pfedmb", None), ("ifca", "theta"), ("scaffold", "change")]
+)
 def test_a_run_warns_once_of_what_topk_leaves(
     method: str, left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -762,6 +762,7 @@ def test_an_upload_without_a_model_is_refused_with_what_is_missing() -> None:
         Run("method.name=fedavg", kind=Updates)
 
 
+@pytest.mark.warns
 def test_a_codec_sends_differences_only_of_tensors_that_the_method_names() -> None:
     class Whole(FedAvg):
         traits = FedAvg.traits.replace(differences=())
