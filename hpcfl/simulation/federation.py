@@ -139,7 +139,7 @@ class Federation:
         """Warn once if topk does not compress more than a tenth of an upload's numbers, but for running
         statistics, which it never compresses."""
         sizes = {
-            name: rows[0].numel()
+            name: math.prod(rows.shape[1:])
             for name, rows in outline.per_client.items()
             if rows.is_floating_point() and name != BUFFERS
         }
