@@ -402,9 +402,10 @@ def test_the_seconds_of_training_and_evaluations_are_about_those_of_the_run() ->
     arrays, parts = load_data(run.config)
     timing = run.simulation.timing
     run_s = np.array([min(timing.train_s), min(timing.evaluate_s)])
-    # whatever else this machine does meanwhile slows one of them, so the fastest of three dry runs counts
-    planned_s = np.full(2, np.inf)
-    for _ in range(3):
+    # whatever else this machine does meanwhile slows some of them, so the fastest dry run counts
+    planned_s, tries = np.full(2, np.inf), 0
+    while tries < 3 or (tries < 10 and (planned_s >= 4 * run_s).any()):
+        tries += 1
         dry = dry_run(run.config, arrays, parts)
         estimate = Planner(run.config.run, run.method, parts, dry, INTERCONNECT).on(1)
         planned_s = np.minimum(planned_s, [estimate.train_s, estimate.evaluation_s])
