@@ -41,7 +41,9 @@ def check_unlike_nodes(world: Communicator) -> None:
 
 def check_same_settings(world: Communicator, config: Config) -> None:
     """Raise UserError on all ranks unless all have the same settings. Collective."""
-    own = {key: value for key, value in flatten(config.tree()).items() if key not in _NAMES_OF_FILES}
+    flat = flatten(config.tree())
+    # `code` is a file's digest
+    own = {key: flat[key] for key in flat if key not in _NAMES_OF_FILES and not key.endswith(".code")}
     found = world.all_gather(own)
     for rank, other in enumerate(found):
         for key in own | other:
