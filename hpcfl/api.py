@@ -24,7 +24,7 @@ from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method, Params, complete
-from hpcfl.registries import merge, read_keys, resolve
+from hpcfl.registries import REGISTRIES, merge, read_keys, resolve
 from hpcfl.results.run import Run, load_run
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import LOG
@@ -127,7 +127,7 @@ def _keys(setting: Setting) -> dict[str, Any]:
 
 def _named(keys: Mapping[str, Any]) -> set[str]:
     """Return the groups in which keys choose a method, a model, a partition or a source by name."""
-    names = (*OWN_KEYS, "method.name", "model.name", "data.partition.name", "data.source")
+    names = (*OWN_KEYS, "data.source", *(f"{group}.name" for group in REGISTRIES.by_group))
     return {key.rpartition(".")[0] for key in keys if key in names}
 
 

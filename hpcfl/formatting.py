@@ -52,12 +52,18 @@ def percent(mean: float | None, deviation: float | None = None) -> str:
     return f"{100 * mean:.1f}{'' if deviation is None else f' ± {100 * deviation:.1f}'}"
 
 
-def half_width(mean: float, width: float, digits: int) -> str:
+def half_width(mean: float, width: float, digits: int, beside: float | None = None) -> str:
     """Return half the width of a confidence interval in points, with a star where it excludes 0.
 
-    "-" where there is none (nan).
+    "-" where there is none (nan). Where the number `beside` it is not its mean, its bounds: seeds may have
+    different numbers of clients, and then the mean over clients is not the mean over seeds.
     """
-    return "-" if math.isnan(width) else f"± {100 * width:.{digits}f}{' *' * (abs(mean) > width)}"
+    if math.isnan(width):
+        return "-"
+    text = f"± {100 * width:.{digits}f}"
+    if beside is not None and abs(mean - beside) > 0.5 * 10 ** -(digits + 2):
+        text = f"[{100 * (mean - width):+.{digits}f}, {100 * (mean + width):+.{digits}f}]"
+    return text + " *" * (abs(mean) > width)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -252,7 +252,6 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path, mpirun: Mpirun) -
     lines = script.read_text()
     lines += (
         lines[lines.index("try:") :]
-        .replace("'fedavg'", "'fedavg'", 1)
         .replace("dataset=dataset", "fresh=True")
         .replace("'model.name=mlp'", "f'train.lr={torch.rand(1).item()}'")
     )

@@ -11,7 +11,7 @@ from typing import Any
 from hpcfl import __version__
 from hpcfl.checks.findings import Findings, ranges
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config.keys import OWN_KEYS, Config, flatten
+from hpcfl.config.keys import OWN_KEYS, Config, digest_key, flatten
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
 
@@ -40,18 +40,24 @@ def check_unlike_nodes(world: Communicator) -> None:
 
 
 def check_same_settings(world: Communicator, config: Config) -> None:
-    """Raise UserError on all ranks unless all have the same settings. Collective."""
-    flat = flatten(config.tree())
-    # `code` is a file's digest
-    own = {key: flat[key] for key in flat if key not in _NAMES_OF_FILES and not key.endswith(".code")}
+    """Raise UserError on all ranks unless all have the same settings and files of the user's own.
+    Collective."""
+    own = {key: value for key, value in flatten(config.tree()).items() if key not in _NAMES_OF_FILES}
+    digests = {*map(digest_key, OWN_KEYS)}
     found = world.all_gather(own)
     for rank, other in enumerate(found):
         for key in own | other:
-            if other.get(key) != found[0].get(key):
+            if other.get(key) == found[0].get(key):
+                continue
+            if key in digests:
                 raise UserError(
-                    f"rank {rank} has {key}={other.get(key)}, and rank 0 {found[0].get(key)}: give all ranks "
-                    "the same settings, such as random ones drawn from the same seed"
+                    f"{' or '.join(config.own_files)} is not the same file on all ranks; copy it to every "
+                    "node, or put it on a file system that all share"
                 )
+            raise UserError(
+                f"rank {rank} has {key}={other.get(key)}, and rank 0 {found[0].get(key)}: give all ranks "
+                "the same settings, such as random ones drawn from the same seed"
+            )
 
 
 def check_same_data(world: Communicator, digest: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -69,7 +69,6 @@ def run(
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
         check_unlike_nodes(world)
         check_same_settings(world, config)
-        _check_own_files(config.own_files, world)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             write_job_note("ready", "a signal stops the run")
@@ -84,8 +83,8 @@ def run(
         def open_folder() -> None:
             if folder is not None:
                 environment = environment_of(config.data.source, ranks, command)
-                digest = experiment.data.digest
-                folder.open(fresh, experiment.method.layout, at_exit, environment, digest)
+                data, layout = experiment.data, experiment.method.layout
+                folder.open(fresh, layout, at_exit, environment, data.digest)
 
         run_collectively(world, open_folder)
         cohort = config.train.cohort_size(experiment.num_clients)
@@ -133,16 +132,3 @@ def _write_report(folder: Path) -> Path | None:
         LOG.warning(f"no report: {error}")
         return None
     return folder / REPORT_NAME
-
-
-def _check_own_files(files: Mapping[str, str], world: Communicator) -> None:
-    """Raise UserError if ranks have different versions of the user's own files. Collective.
-
-    `files` holds the digest of each by the `key=path` that names it.
-    """
-    found = world.all_gather(list(files.values()))
-    if any(digests != found[0] for digests in found):
-        raise UserError(
-            f"{' or '.join(files)} is not the same file on all ranks; copy it to every "
-            "node, or put it on a file system that all share"
-        )

@@ -171,6 +171,7 @@ def _run_cells(
         if world.is_server:
             _note(cell, "running")
             write_job_note("cell", str(cell.folder))
+        note = None
         try:
             outcome: Outcome | None = run(
                 cell.config, cell.folder, world, stop, command, fresh=fresh, quiet=quiet, is_cell=True
@@ -178,16 +179,15 @@ def _run_cells(
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
-            if world.is_server:
-                _note(cell, DIVERGED_NOTE if isinstance(error, DivergedError) else None)
+            note = DIVERGED_NOTE if isinstance(error, DivergedError) else None
             if world.is_server and done + 1 < len(pending):
                 LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
             # not the cell's fault
             _note(cell, None)
             raise
-        else:
-            _note(cell, None)
+        if world.is_server:
+            _note(cell, note)
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
@@ -225,8 +225,9 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     if missing:
         say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
-        why = f", where a run has other settings ({'; '.join(cell.changes)})" * bool(cell.changes)
-        why = why or ", has diverged" * cell.has_diverged
+        why = ", has diverged" * cell.has_diverged
+        if changes := cell.changes:
+            why = f", where a run has other settings ({'; '.join(changes)})"
         say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{why}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")

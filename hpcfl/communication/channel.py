@@ -12,6 +12,7 @@ import pickle
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -264,7 +265,7 @@ class _SentUpload(Upload):
     def _is_gathering(self) -> bool:
         return inspect.getgeneratorstate(self._gathering) != inspect.GEN_CLOSED
 
-    @property
+    @cached_property
     def outline(self) -> Message:
         outline = Message(num_clients=len(self._placement))
         for name, frame in self._frames.items():

@@ -576,8 +576,7 @@ class Config:
     def own_files(self) -> dict[str, str]:
         """The user's own Python files: the digest of each by the `key=path` that names it."""
         flat = flatten(self.tree())
-        named = (key for key in OWN_KEYS if key in flat)
-        return {f"{key}={flat[key]}": flat[f"{key.rpartition('.')[0]}.code"] for key in named}
+        return {f"{key}={flat[key]}": flat[digest_key(key)] for key in OWN_KEYS if key in flat}
 
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
@@ -629,6 +628,11 @@ RESULT_NEUTRAL = frozenset(
     if field.json_schema_extra == NO_RESULT
 ).union(OWN_KEYS)
 """Keys that may differ between a run folder and the command that resumes it."""
+
+
+def digest_key(key: str) -> str:
+    """Return the key of the digest of a user's own file, given one of OWN_KEYS."""
+    return f"{key.rpartition('.')[0]}.code"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -68,9 +68,10 @@ class Comparison:
         pairs = [["difference in points", "", *header]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
-            line = [f"{names[first]} - {names[second]}", f"{100 * paired.over_clients.mean:+.2f}"]
+            mean = paired.over_clients.mean
+            line = [f"{names[first]} - {names[second]}", f"{100 * mean:+.2f}"]
             for found in (paired.over_clients, paired.over_seeds):
-                line += [half_width(found.mean, found.half_width, digits=2), str(found.count)]
+                line += [half_width(found.mean, found.half_width, digits=2, beside=mean), str(found.count)]
             pairs.append(line)
         keys = [["keys that differ", *names]]
         keys += [
@@ -109,9 +110,11 @@ def num_partitions(runs: Sequence[Run]) -> int:
 
 
 def _partition_of(run: Run) -> object:
-    if run.config.partition.name == "given":
+    # not of run.config, which takes milliseconds to make
+    data = run.record["data"]
+    if data["partition"]["name"] == "given":
         return tuple(column.tobytes() for column in run.partition.values())
-    return run.config.data_seed
+    return run.record["run"]["seed"] if data.get("seed") is None else data["seed"]
 
 
 def compare(*runs: Run) -> Comparison:

@@ -66,9 +66,9 @@ class Federation:
         self._shard_unit = shard_unit_of(self.method.sharded)
         self.channel = Channel(world, self.method.layers, self.num_clients, self._shard_unit)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
-        self._has_warned = False
         self._down, self._up = codec_of(experiment.comm, "down"), codec_of(experiment.comm, "up")
         self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
+        self._has_warned_of_topk = False
 
     def select(self, cohort: Cohort, places: Sequence[int]) -> tuple[Cohort, list[int]]:
         """Return the members at some positions in a cohort, and the places of this rank's among its own."""
@@ -131,12 +131,12 @@ class Federation:
         `delivered` is everything that the members received in this round.
         """
         up = self.channel.up(message, cohort, delivered.sent, self._coding(cohort, delivered.received))
-        if isinstance(self._up, TopK) and self.world.is_server:
+        if isinstance(self._up, TopK) and self.world.is_server and not self._has_warned_of_topk:
             self._warn_of_topk(up.outline)
         return up
 
     def _warn_of_topk(self, outline: Message) -> None:
-        """Warn once if topk does not compress more than a tenth of an upload's numbers, but for running
+        """Warn if topk does not compress more than a tenth of an upload's numbers, but for running
         statistics, which it never compresses."""
         sizes = {
             name: math.prod(rows.shape[1:])
@@ -144,12 +144,12 @@ class Federation:
             if rows.is_floating_point() and name != BUFFERS
         }
         whole = [name for name in sizes if not any(piece.is_index for piece in outline.pieces[name])]
-        if 10 * sum(sizes[name] for name in whole) > sum(sizes.values()) and not self._has_warned:
+        if 10 * sum(sizes[name] for name in whole) > sum(sizes.values()):
             LOG.warning(
                 f"comm.codec=topk does not compress {', '.join(whole)} in the uploads of method.name="
                 f"{self.method.name}, which is no difference to the download; int8 and float16 do"
             )
-            self._has_warned = True
+            self._has_warned_of_topk = True
 
     def upload_bytes(self, up: Message, received: Message, round: int) -> Tensor:
         """Return the bytes that each client of a group sends, int64 [C], as the server would count them.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl.config.keys import ENVIRONMENT, Config, flatten
+from hpcfl.config.keys import ENVIRONMENT, Config, digest_key, flatten
 from hpcfl.config.load import differences
 from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import StorageError, UserError, one_line
@@ -101,10 +101,8 @@ class RunFolder:
     def _other_texts(self, changed: Sequence[str]) -> list[str]:
         """Return the user's own files, as `key=path`, whose texts are all that has changed; else []."""
         keys = {line.partition(":")[0] for line in changed}
-        of_code = {
-            named.partition("=")[0].rpartition(".")[0] + ".code": named for named in self.config.own_files
-        }
-        return [of_code[key] for key in of_code if key in keys] if keys <= of_code.keys() else []
+        texts = [file for file in self.config.own_files if digest_key(file.partition("=")[0]) in keys]
+        return texts if len(texts) == len(keys) else []
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the keys that differ from a recorded run's, and so prevent a resume.

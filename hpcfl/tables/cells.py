@@ -17,7 +17,17 @@ from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run
-from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
+from hpcfl.tables.file import (
+    ONLY,
+    Drawing,
+    HeatMaps,
+    Pair,
+    PartialConfig,
+    Row,
+    TableFile,
+    place_of,
+    read_table,
+)
 
 _DATA_FILE = ("source", "reader", "path", "layout", "normalise")
 """Keys of `data` that say which file data are in."""
@@ -246,6 +256,7 @@ class Table:
         """Raise UserError for cells that do not go together."""
         if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
             self._check_one_source(layers)
+        self._check_swept(layers[-1])
         self._check_keys(layers[-1])
         self._check_folders()
         self._check_pairs()
@@ -261,8 +272,8 @@ class Table:
                 "columns; choose columns of one of them with --column LABEL"
             )
 
-    def _check_keys(self, file: TableFile) -> None:
-        """Refuse a row's value of a swept key, and keys that no cell has, which would change nothing."""
+    def _check_swept(self, file: TableFile) -> None:
+        """Refuse a row's value of a key that a column's sweep sets: the column's label would be wrong."""
         for number, row in enumerate(file.rows):
             swept = {
                 column.sweep.key: column.label
@@ -274,14 +285,21 @@ class Table:
                     f"{self.path}, {place_of('row', number, row.label)} sets {key}, as does column "
                     f"{swept[key]}; leave it out, or name the column in the row's `without`"
                 )
-        columns = [
-            (place_of("column", number, column.label), column, [column.label])
-            for number, column in enumerate(file.columns)
+
+    def _check_keys(self, file: TableFile) -> None:
+        """Refuse keys that no cell has: they would change nothing."""
+        by_column: dict[str, dict[str, None]] = {}
+        for cell in self.cells:
+            by_column.setdefault(cell.column, {}).update(dict.fromkeys(flatten(cell.config.tree())))
+        entries: list[tuple[str, PartialConfig, Mapping[str, None]]] = [
+            ("settings", file.settings, {key: None for keys in by_column.values() for key in keys}),
+            *(
+                (place_of("column", number, column.label), column, by_column.get(column.label, {}))
+                for number, column in enumerate(file.columns)
+            ),
         ]
-        for place, entry, labels in [("settings", file.settings, self.columns), *columns]:
-            trees = [flatten(cell.config.tree()) for cell in self.cells if cell.column in labels]
-            known = list(dict.fromkeys(key for tree in trees for key in tree))
-            for key in flatten(entry.tree()) if trees else ():
+        for place, entry, known in entries:
+            for key in flatten(entry.tree()) if known else ():
                 if key not in known and not key.endswith((".name", ".path")):
                     raise UserError(
                         f"{self.path}, {place}: {key} is a key of no row there{did_you_mean(key, known)}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isclose, isnan
+from math import isnan
 
 from hpcfl.formatting import Document, Grid, half_width, percent
-from hpcfl.results.statistics import PairedDifference
 from hpcfl.tables.accuracies import Difference, Result
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import DEFAULT_SHOW, ONLY, QUANTITIES
@@ -101,7 +100,9 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
         width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
         line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
-        rows.append([*line, _over_clients(difference.paired), str(over_clients.count)])
+        beside = over_seeds.mean
+        width = half_width(over_clients.mean, over_clients.half_width, digits=1, beside=beside)
+        rows.append([*line, width, str(over_clients.count)])
     is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
@@ -115,17 +116,6 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",
     )
-
-
-def _over_clients(paired: PairedDifference) -> str:
-    """Return the interval over clients; with its bounds where seeds have different numbers of clients, so
-    that its centre is another one than that over seeds."""
-    found = paired.over_clients
-    width = half_width(found.mean, found.half_width, digits=1)
-    if isnan(found.half_width) or isclose(found.mean, paired.over_seeds.mean, abs_tol=5e-4):
-        return width
-    low, high = (100 * (found.mean + sign * found.half_width) for sign in (-1, 1))
-    return width.replace(f"± {100 * found.half_width:.1f}", f"[{low:+.1f}, {high:+.1f}]")
 
 
 def _why_missing(result: Result) -> str:

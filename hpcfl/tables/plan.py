@@ -58,7 +58,7 @@ def plan(table: Table) -> Document:
     header = ["method", "cells", "finished", "rounds", "hours left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
     count, hours, missing = 0, 0.0, ""
-    changed = [cell for cell in table.chosen if cell.changes]
+    changed = [f"{cell.name}: {lines[0]}" for cell in table.chosen if (lines := cell.changes)]
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
@@ -85,7 +85,6 @@ def plan(table: Table) -> Document:
     ]
     if changed:
         notes.append(
-            f"{len(changed)} cells hold runs of other settings ({changed[0].name}: {changed[0].changes[0]}): "
-            "--fresh starts these over."
+            f"{len(changed)} cells hold runs of other settings ({changed[0]}): --fresh starts these over."
         )
     return Document(table.title, notes, grids)

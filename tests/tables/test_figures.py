@@ -15,10 +15,9 @@ import yaml
 from bits import read_csv, write_csv
 
 from hpcfl.errors import FINISHED
+from hpcfl.formatting import half_width
 from hpcfl.main import main
 from hpcfl.results.statistics import (
-    Interval,
-    PairedDifference,
     interval,
     mean_and_deviation,
     paired_difference,
@@ -28,7 +27,6 @@ from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.diagnostics_csv import History
-from hpcfl.tables.display import _over_clients
 from hpcfl.tables.file import QUANTITIES, Curves
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
 from hpcfl.training.metrics import CLIENT_METRICS
@@ -224,10 +222,9 @@ def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
 
 def test_an_interval_of_another_centre_is_shown_by_its_bounds() -> None:
     """As after training, where seeds may have different numbers of clients."""
-    over_seeds = Interval(0.1, 0.02, 3)
-    assert _over_clients(PairedDifference(over_seeds, Interval(0.1, 0.05, 12))) == "± 5.0 *"
-    assert _over_clients(PairedDifference(over_seeds, Interval(0.08, 0.05, 10))) == "[+3.0, +13.0] *"
-    assert _over_clients(PairedDifference(over_seeds, Interval(0.1, math.nan, 12))) == "-"
+    assert half_width(0.1, 0.05, digits=1, beside=0.1) == "± 5.0 *"
+    assert half_width(0.08, 0.05, digits=1, beside=0.1) == "[+3.0, +13.0] *"
+    assert half_width(0.1, math.nan, digits=1, beside=0.1) == "-"
 
 
 def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
