@@ -19,7 +19,7 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.config.key_errors import OF_PYTHON
 from hpcfl.config.keys import OWN_KEYS, Config, flatten
 from hpcfl.config.load import allow_named
-from hpcfl.config.own_code import allow_files, check_options
+from hpcfl.config.own_code import add_class, allow_files, check_options, is_class
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
@@ -33,9 +33,6 @@ Setting = str | Path | Mapping[str, Any]
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held by a run: torch's generators, and where warnings go, belong to the process."""
-
-_added: set[str] = set()
-"""Names of methods that the caller of `run` passed as classes."""
 
 
 def run(
@@ -135,16 +132,16 @@ def _add_method(method: type[Method]) -> str:
     """Register a class as a method in this process, and return its name."""
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"method={method!r} is not a method; give a name, or a class derived from Method")
-    if METHODS.get(getattr(method, "name", "")) is method:
+    if METHODS.get(getattr(method, "name", "")) is method and not is_class(method.name):
         return method.name
     check_options(f"method={method.__name__}", "method", method.Params, Params)
     complete(method, method.__name__.lower(), f"the class {method.__name__}")
-    if method.name in METHODS and method.name not in _added:
+    if method.name in METHODS and not is_class(method.name):
         raise UserError(
             f"{method.__name__} has the name of a method of hpcfl, {method.name}; set {method.__name__}.name "
             "to another"
         )
-    _added.add(method.name)
+    add_class(method.name, method)
     METHODS[method.name] = method
     return method.name
 

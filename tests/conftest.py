@@ -115,7 +115,7 @@ def forgetting_own_code() -> Iterator[None]:
     """Forget in the end what own files add inside the block."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
-    added, allowed = dict(own_code._added), set(own_code._allowed)
+    added, allowed, classes = dict(own_code._added), set(own_code._allowed), dict(own_code._classes)
     try:
         yield
     finally:
@@ -124,6 +124,8 @@ def forgetting_own_code() -> Iterator[None]:
             registry.update(before)
         own_code._added.clear()
         own_code._added.update(added)
+        own_code._classes.clear()
+        own_code._classes.update(classes)
         own_code._allowed.intersection_update(allowed)
         for name in set(sys.modules) - modules:
             if name.startswith(own_code.OWN_MODULE):

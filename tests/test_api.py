@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import signal
@@ -18,13 +19,12 @@ from processes import Mpirun
 from torch.utils.data import TensorDataset
 
 import hpcfl
-from hpcfl import api
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.methods.base import State
+from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.results.run import Run, load_run
@@ -52,9 +52,7 @@ class Noisy(FedBN):
 @pytest.fixture(autouse=True)
 def registries(own_code_forgotten: None) -> Iterator[None]:
     """Take out what a test has entered."""
-    added = set(api._added)
     yield
-    api._added.intersection_update(added)
     for kind in (Halved, Noisy, Interrupted):
         for name in {"name", "summary"} & vars(kind).keys():
             delattr(kind, name)
@@ -87,6 +85,40 @@ def test_a_class_may_be_the_method_and_its_run_is_resumed(tmp_path: Path) -> Non
     plain = run("train.rounds=4", method="fedavg", out=tmp_path / "plain")
     assert list(plain.metrics["loss_mean"]) != list(whole.metrics["loss_mean"])
     assert set(longer.model(0)) == set(plain.model(0))
+
+
+def defined_by(text: str) -> type[Method]:
+    """Return the class `Scaled` of a text, as a notebook's cell defines it."""
+    file = f"<cell {text}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    found: dict[str, Any] = {"FedAvg": FedAvg}
+    exec(compile(text, file, "exec"), found)
+    kind: type[Method] = found["Scaled"]
+    return kind
+
+
+SCALED = """
+class Scaled(FedAvg):
+    def aggregate(self, server, cohort, up):
+        super().aggregate(server, cohort, up)
+        server["theta"] *= FACTOR
+"""
+
+
+def test_a_class_with_another_text_does_not_resume_a_run(tmp_path: Path) -> None:
+    first, other = (defined_by(SCALED.replace("FACTOR", factor)) for factor in ("0.5", "0.9"))
+    run(method=first, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"a run with another text of method\.name=scaled; bring that"):
+        run(method=other, out=tmp_path / "run")
+    assert load_run(tmp_path / "run").config.method.name == "scaled"
+    assert len(run("train.rounds=3", method=first, out=tmp_path / "run").metrics["round"]) == 3
+
+
+def test_a_class_without_a_text_is_resumed(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {"FedAvg": FedAvg}
+    for _ in range(2):
+        exec(SCALED.replace("FACTOR", "0.5"), namespace)
+        assert run(method=namespace["Scaled"], out=tmp_path / "run").status.state == "finished"
 
 
 @pytest.mark.filterwarnings("always:of a library")

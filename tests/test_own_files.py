@@ -218,12 +218,12 @@ def test_a_moved_own_file_is_the_same_and_another_name_replaces_it(files: dict[s
     there = files[key].parent / "config.yaml"
     there.write_text(yaml.safe_dump(tree))
     config = load_config(there, [f"{key}={moved}"])
-    assert f"{key}={moved}" in config.own_files
+    assert f"{key}={moved}" in config.own_code
     assert config.tree()["method"]["left_out"] == 2
     assert config.short_hash() == load_config(there, []).short_hash()
     _, name_key, other = KINDS[key]
     changed = load_config(there, [f"{name_key}={other}"])
-    assert not any(name.startswith(f"{key}=") for name in changed.own_files)
+    assert not any(name.startswith(f"{key}=") for name in changed.own_code)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -51,8 +51,8 @@ def check_same_settings(world: Communicator, config: Config) -> None:
                 continue
             if key in digests:
                 raise UserError(
-                    f"{' or '.join(config.own_files)} is not the same file on all ranks; copy it to every "
-                    "node, or put it on a file system that all share"
+                    f"{' or '.join(config.own_code)} has not the same text on all ranks; copy the file to "
+                    "every node, or put it on a file system that all share"
                 )
             raise UserError(
                 f"rank {rank} has {key}={other.get(key)}, and rank 0 {found[0].get(key)}: give all ranks "

@@ -544,8 +544,8 @@ class Chosen(Generic[Options]):
     options: Options
     """The keys other than the name."""
     file: Mapping[str, str]
-    """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; else
-    empty. Runs with different digests are different runs."""
+    """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; for a
+    class given to `hpcfl.run`, `code` alone; else empty. Runs with different digests are different runs."""
 
     def model_dump(self) -> dict[str, Any]:
         return {"name": self.name, **self.file, **self.options.model_dump()}
@@ -573,10 +573,13 @@ class Config:
         return self.run.seed if self.data.seed is None else self.data.seed
 
     @property
-    def own_files(self) -> dict[str, str]:
-        """The user's own Python files: the digest of each by the `key=path` that names it."""
+    def own_code(self) -> dict[str, str]:
+        """The digests of the user's own Python files by the `key=path` that names each, and that of a class
+        given to `hpcfl.run` by its `method.name=name`."""
         flat = flatten(self.tree())
-        return {f"{key}={flat[key]}": flat[digest_key(key)] for key in OWN_KEYS if key in flat}
+        there = [key for key in OWN_KEYS if digest_key(key) in flat]
+        names = [key if key in flat else "method.name" for key in there]
+        return {f"{name}={flat[name]}": flat[digest_key(name)] for name in names}
 
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
@@ -631,7 +634,7 @@ RESULT_NEUTRAL = frozenset(
 
 
 def digest_key(key: str) -> str:
-    """Return the key of the digest of a user's own file, given one of OWN_KEYS."""
+    """Return the key of the digest of a user's own file or class, given the key that names it."""
     return f"{key.rpartition('.')[0]}.code"
 
 

@@ -28,7 +28,7 @@ from hpcfl.config.keys import (
     TrainConfig,
     flatten,
 )
-from hpcfl.config.own_code import allow, is_own
+from hpcfl.config.own_code import allow, class_code, is_class, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
@@ -153,7 +153,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name") -> dict[str, str]:
-    """Remove the path of the user's own file from a group, and set the name; {} if the group has no path."""
+    """Remove the path of the user's own file from a group, and set the name.
+
+    Returns the file's keys, or the digest of a class given to `hpcfl.run`; {} for neither.
+    """
     group, _, path_key = registry.own_key.rpartition(".")
     path, name = given.pop(path_key, None), given.get(name_key)
     kind = "source" if name_key == "source" else group.removeprefix("data.")
@@ -163,7 +166,11 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
                 f"{group}.{name_key}={name} is a {kind} in your own file; also give "
                 f"{registry.own_key}=FILE.py"
             )
-        return {}
+        if registry.own_key != "method.path" or not is_class(str(name)):
+            return {}
+        # that of the class at hand: whoever resumes a run compares it with the recorded one
+        given.pop("code", None)
+        return class_code(str(name))
     own, code = registry.add_own(str(path), given.pop("code", None))
     if given.setdefault(name_key, own) != own:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import shlex
 import sys
 import traceback
@@ -26,6 +27,34 @@ _added: dict[tuple[str, str], Path] = {}
 
 _allowed: set[bytes] = set()
 """SHA-256 of the files that may run."""
+
+
+_classes: dict[str, str] = {}
+"""The digests of methods given to `hpcfl.run` as classes, by name; empty where Python has no text of one."""
+
+
+def add_class(name: str, method: type) -> None:
+    """Remember a class that a caller gives as a method, with a digest of the texts of its functions, and of
+    those that it inherits from other classes of the caller's.
+
+    A notebook has no text of a class, but of its functions.
+    """
+    own = [kind for kind in method.__mro__ if not kind.__module__.startswith("hpcfl.")]
+    functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
+    try:
+        _classes[name] = digest("".join(map(inspect.getsource, functions)).encode())
+    except (OSError, TypeError):
+        _classes[name] = ""
+
+
+def is_class(name: str) -> bool:
+    """Return whether a caller of this process has given a class as the method of this name."""
+    return name in _classes
+
+
+def class_code(name: str) -> dict[str, str]:
+    """Return the digest of such a class as the key `code`, if there is one."""
+    return {"code": code} if (code := _classes.get(name)) else {}
 
 
 def is_own(key: str, name: str) -> bool:

@@ -99,9 +99,10 @@ class RunFolder:
             )
 
     def _other_texts(self, changed: Sequence[str]) -> list[str]:
-        """Return the user's own files, as `key=path`, whose texts are all that has changed; else []."""
+        """Return the user's own files and classes (`Config.own_code`) whose texts are all that has changed;
+        else []."""
         keys = {line.partition(":")[0] for line in changed}
-        texts = [file for file in self.config.own_files if digest_key(file.partition("=")[0]) in keys]
+        texts = [file for file in self.config.own_code if digest_key(file.partition("=")[0]) in keys]
         return texts if len(texts) == len(keys) else []
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
