@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,28 @@ def run(
         config = run_collectively(world, lambda: _config(settings, method, dataset, own_code))
         stop = StopFlag()
         at_exit.callback(stop.restore)
-        at_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        at_exit.enter_context(_torch_of_a_new_process())
         folder = Path("runs") / config.run_name() if out is None else Path(out).expanduser()
         run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet)
         if stop.is_interrupted and world.size == 1:
             raise KeyboardInterrupt
         return load_run(folder.absolute()) if world.is_server else None
+
+
+@contextmanager
+def _torch_of_a_new_process() -> Iterator[None]:
+    """Give a run torch's own defaults, and the caller theirs back."""
+    device = torch.get_default_device()
+    with ExitStack() as at_exit:
+        at_exit.callback(torch.set_num_threads, torch.get_num_threads())
+        at_exit.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if device.type != "cpu":
+            at_exit.callback(torch.set_default_device, device)
+            torch.set_default_device(None)
+        at_exit.enter_context(torch.inference_mode(False))
+        at_exit.enter_context(torch.enable_grad())
+        yield
 
 
 def _config(

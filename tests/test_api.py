@@ -97,6 +97,22 @@ def defined_by(text: str) -> type[Method]:
     return kind
 
 
+def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(tmp_path: Path) -> None:
+    plain = run(method="fedavg", out=tmp_path / "plain")
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            set_before = run(method="fedavg", out=tmp_path / "set")
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert not differing(plain.path, set_before.path)
+
+
 SCALED = """
 class Scaled(FedAvg):
     def aggregate(self, server, cohort, up):
