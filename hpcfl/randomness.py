@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,11 +36,25 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> to
 
 
 @contextmanager
-def seeded_torch(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
-    """Give torch's own CPU generator one stream inside the block; after it, it is where it was before."""
+def seeded_generators(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
+    """Give the own generators of torch (on the CPU), NumPy and Python one stream inside the block; after it,
+    they are where they were before."""
+    number = stream_seed(seed, purpose, round, client)
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(stream_seed(seed, purpose, round, client))
-        yield
+        torch.default_generator.manual_seed(number)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def generator_states() -> tuple[bytes, bytes, object]:
+    """Return where the own generators of torch (on the CPU), NumPy and Python are, to compare."""
+    return torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
 
 
 def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:

@@ -18,7 +18,7 @@ from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
-from hpcfl.randomness import seeded_torch
+from hpcfl.randomness import generator_states, seeded_generators
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -53,7 +53,7 @@ class MethodAdapter:
 
     def initial_server(self) -> State:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
-        with seeded_torch(self.method.context.seed, "server_state"):
+        with seeded_generators(self.method.context.seed, "server_state"):
             state = self.method.server_state()
         averages = self.method.traits.averages
         if averages and not state.keys() & averages:
@@ -66,12 +66,13 @@ class MethodAdapter:
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        before = torch.get_rng_state()
+        before = generator_states()
         state = self.method.client_state(clients)
-        if not torch.equal(torch.get_rng_state(), before):
+        if generator_states() != before:
             raise TypeError(
-                f"{type(self.method).__name__}.client_state drew from torch's generator, whose numbers would "
-                "depend on ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
+                f"{type(self.method).__name__}.client_state drew from torch's, NumPy's or Python's own "
+                "generator, whose numbers would depend on ranks; draw from "
+                "hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
             )
         self._check_rows("client_state", state, len(clients))
         return state | self.method.buffers.in_clients(clients)
@@ -109,7 +110,7 @@ class MethodAdapter:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
         down = self.method.buffers.receive(clients, down)
-        with clients.seeding_torch():
+        with clients.seeding_generators():
             request = self.method.client_request(clients, down)
         return self._rows("client_request", request, len(clients))
 
@@ -122,7 +123,7 @@ class MethodAdapter:
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self.method.buffers.receive(clients, down)
-        with clients.seeding_torch():
+        with clients.seeding_generators():
             up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
             raise TypeError(
@@ -166,15 +167,15 @@ class MethodAdapter:
             )
 
     def _seeded(self, hook: Callable[..., Any], server: State, cohort: Cohort, *more: object) -> Any:
-        """Call a hook of the server, in which torch's generator has a stream of (seed, hook, round)."""
-        with seeded_torch(self.method.context.seed, hook.__name__, cohort.round):
+        """Call a hook of the server, in which own generators have a stream of (seed, hook, round)."""
+        with seeded_generators(self.method.context.seed, hook.__name__, cohort.round):
             return hook(server, cohort, *more)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         down = self.method.buffers.receive(clients, down)
         epochs = self.method.context.train.finetune_epochs
-        with clients.read_only(), clients.seeding_torch():
+        with clients.read_only(), clients.seeding_generators():
             if epochs:
                 return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
@@ -182,21 +183,21 @@ class MethodAdapter:
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self.method.buffers.receive(clients, down)
-        with clients.read_only(), clients.seeding_torch():
+        with clients.read_only(), clients.seeding_generators():
             models = self.method.new_client_model(clients, down)
         return self._with_buffers("new_client_model", clients, models)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self.method.buffers.receive(clients, down)
-        with clients.read_only(), clients.seeding_torch():
+        with clients.read_only(), clients.seeding_generators():
             models = self.method.model_after_download(clients, down)
         return self._with_buffers("model_after_download", clients, models)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `train`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
-        with clients.read_only(), clients.seeding_torch():
+        with clients.read_only(), clients.seeding_generators():
             models = self.method.model_after_training(clients, down, up)
         return self._with_buffers("model_after_training", clients, models)
 

@@ -31,7 +31,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.models.policy import PolicyNetwork, context_of, relevant
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import seeded_torch
+from hpcfl.randomness import seeded_generators
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -62,7 +62,7 @@ class FedCP(FedPer):
         self._num_features = context.network.num_features
 
     def make_network(self) -> PolicyNetwork:
-        with seeded_torch(self.context.seed, "policy network"):
+        with seeded_generators(self.context.seed, "policy network"):
             return PolicyNetwork(self.context.build_network(-1))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:

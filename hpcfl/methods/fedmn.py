@@ -81,7 +81,7 @@ from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
 from hpcfl.models.routing import Decisions, Routing
 from hpcfl.parameters import Layer, Tensors, columns
-from hpcfl.randomness import seeded_torch
+from hpcfl.randomness import seeded_generators
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -188,7 +188,7 @@ class FedMN(TwoPhaseMethod):
         widths = params.widths or [widest, *[max(1, widest // 2)] * (len(sizes) - 2)]
         with_classifier = params.pretrain_rounds > 0
         router = params.router_spread, params.router_norm
-        with seeded_torch(context.seed, "modular network", client=-1):
+        with seeded_generators(context.seed, "modular network", client=-1):
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             return ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier, *router)
 

@@ -32,7 +32,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.models.guided import GuidedNetwork, OfShares
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import seeded_torch
+from hpcfl.randomness import seeded_generators
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -65,7 +65,7 @@ class GPFL(FedPer):
         self._decayed = slice(start, self.layout.head.start)
 
     def make_network(self) -> GuidedNetwork:
-        with seeded_torch(self.context.seed, "guided network"):
+        with seeded_generators(self.context.seed, "guided network"):
             return GuidedNetwork(self.context.build_network(-1), self.context.num_classes)
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from hpcfl.errors import UserError
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18, Vit
-from hpcfl.randomness import seeded_torch
+from hpcfl.randomness import seeded_generators
 from hpcfl.samples import SampleType
 
 MODELS: dict[str, Model] = {
@@ -60,7 +60,7 @@ def build_network(
         raise UserError(
             f"model.name={name} needs {smallest}, and the data are {sample}; allowed: {', '.join(allowed)}"
         )
-    with seeded_torch(seed, "initial weights", client=client):
+    with seeded_generators(seed, "initial weights", client=client):
         return model.build(sample, num_classes, options)
 
 

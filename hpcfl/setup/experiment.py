@@ -34,7 +34,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.models import MODELS
-from hpcfl.randomness import numpy_stream, seeded_torch
+from hpcfl.randomness import numpy_stream, seeded_generators
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import (
     check_candidates,
@@ -182,7 +182,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         privacy=config.privacy,
         clients=config.clients,
     )
-    with seeded_torch(config.run.seed, "method"):
+    with seeded_generators(config.run.seed, "method"):
         return METHODS[config.method.name](context, config.method.options)
 
 

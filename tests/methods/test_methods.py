@@ -9,10 +9,12 @@ Shapes: N clients, P trainable numbers, U running statistics, L layers, K classe
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -573,7 +575,7 @@ def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, exp
 
 
 class Restless(FedAvg):
-    """Draws from torch's own generator wherever it may."""
+    """Draws from the own generators of torch, NumPy and Python wherever it may."""
 
     def __init__(self, context: Context, params: Params) -> None:
         super().__init__(context, params)
@@ -586,24 +588,24 @@ class Restless(FedAvg):
         return Message(shared={"theta": server["theta"] + torch.rand(())})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": down["theta"] + torch.rand(())})
+        return Message(per_client={"theta": down["theta"] + np.random.rand() + torch.rand(())})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         super().aggregate(server, cohort, up)
         server["theta"] += torch.rand(())
 
     def end_round(self, server: State, cohort: Cohort) -> None:
-        server["theta"] += torch.rand(())
+        server["theta"] += torch.rand(()) * np.random.rand() * random.random()
 
 
-def test_hooks_that_draw_from_torch_have_the_same_numbers_in_every_run(
+def test_hooks_that_draw_have_the_same_numbers_in_every_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "restless", Restless)
     keys = [*SMALL, "method.name=restless", "model.name=mlp", "train.rounds=2", "run.report=false"]
-    torch.manual_seed(1)
     assert run_here(tmp_path / "whole", keys) == FINISHED
-    torch.manual_seed(2)
+    # the generators of another process are elsewhere
+    torch.rand(()), np.random.rand(), random.random()
     assert run_until_time_is_up(tmp_path / "resumed", keys) == STOPPED
     assert run_here(tmp_path / "resumed", keys) == FINISHED
     assert not differing(tmp_path / "whole", tmp_path / "resumed")
@@ -611,11 +613,12 @@ def test_hooks_that_draw_from_torch_have_the_same_numbers_in_every_run(
     assert "/server/theta" in differing(tmp_path / "whole", tmp_path / "other")
 
 
-def test_numbers_of_clients_that_depend_on_ranks_are_refused() -> None:
+@pytest.mark.parametrize("draw", [torch.rand, np.random.rand, lambda count: [random.random()] * count])
+def test_numbers_of_clients_that_depend_on_ranks_are_refused(draw: Callable[[int], Any]) -> None:
     def drawn(_: FedAvg, clients: Sequence[int]) -> State:
-        return {"start": torch.rand(len(clients), 2)}
+        return {"start": torch.as_tensor(draw(len(clients)))}
 
-    with pytest.raises(TypeError, match=r"Drawing\.client_state drew from torch's generator, whose numbers"):
+    with pytest.raises(TypeError, match=r"Drawing\.client_state drew from torch's, NumPy's or Python's own"):
         Run("method.name=fedavg", kind=type("Drawing", (FedAvg,), {"client_state": drawn}))
 
 
