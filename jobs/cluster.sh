@@ -11,10 +11,13 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit
 export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
 # Open MPI gives ranks a terminal, and a bar on it would fill the job's output.
 export TTY_COMPATIBLE=0
-# srun gives a rank one core unless it is told again
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+# they would hide jobs from squeue
+unset "${!SQUEUE_@}"
 
 job=$SLURM_JOB_ID
+# of a task of an array, SLURM_JOB_ID may be the whole array's
+task=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+task=${task:-$job}
 script=${SLURM_JOB_NAME:-hpcfl}
 max_requeues=${MAX_REQUEUES:-3}
 stop_wanted=
@@ -72,14 +75,15 @@ count_start() {
 
 give_up() {
     say "requeued $requeues times in a row without a new round, and ends: a round and its checkpoint may take longer" \
-        "than the job may run. Give it more time (--time), and submit the same command again to resume" >&2
+        "than the job may run, or it is pre-empted before. Give it more time (--time) or starts (MAX_REQUEUES before" \
+        "sbatch), and submit the same command again to resume" >&2
 }
 
 # SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
 tell_end_time() {
     local end
     if [ -n "${SLURM_JOB_END_TIME:-}" ]; then return; fi
-    end=$(patiently squeue --noheader --jobs="$job" --format=%e 2>/dev/null)
+    end=$(patiently squeue --noheader --jobs="$task" --format=%e 2>/dev/null)
     # to date, no words at all are this morning
     if [ -n "$end" ] && end=$(date --date="$end" +%s 2>/dev/null); then export SLURM_JOB_END_TIME=$end; fi
 }
@@ -126,6 +130,12 @@ choose_launcher() {
             skip_steps
             ;;
         *) read -r -a launcher <<<"$LAUNCHER" ;;
+    esac
+    case ${launcher[0]} in
+        # srun gives a rank one core unless it is told again
+        srun | */srun) export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} ;;
+        # the srun by which mpirun starts all ranks of a node would leave them one core together
+        *) unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK; export SLURM_CPU_BIND=none ;;
     esac
 }
 
@@ -181,9 +191,9 @@ end_job() {
         exit 75
     fi
     # scancel and SLURM's own requeue have taken the job over before the ranks have stopped
-    if [ "$(patiently squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
+    if [ "$(patiently squeue --noheader --jobs="$task" --format=%T)" = RUNNING ]; then
         say "stopped at a checkpoint (exit code 75), is requeued"
-        patiently scontrol requeue "$job" && exit 0
+        patiently scontrol requeue "$task" && exit 0
     fi
     say "stopped at a checkpoint (exit code 75), not requeued; submit the same command again to resume" >&2
     exit 75

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Install hpcfl and the pinned packages into .venv, once; sourced by the other scripts.
 #
-#     bash jobs/environment.sh EXTRAS        EXTRAS of pyproject.toml, such as mpich or mpich,test
+#     bash jobs/environment.sh EXTRAS        EXTRAS of pyproject.toml, such as mpich or mpich,test; none: the site's MPI
 #     source jobs/environment.sh EXTRAS      the same, in a script
 #
 # Leaves the shell in the repository root, with the programs of .venv first in PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras=${1:?which extras of pyproject.toml, such as mpich or mpich,test}
+extras=${1:-}
 stamp=.venv/.installed-$extras
 python=.venv/bin/python
 
@@ -44,10 +44,10 @@ create_venv() {
 
 install() {
     local pip=("$python" -m pip install --quiet --quiet --no-user --disable-pip-version-check --constraint jobs/constraints.txt)
-    echo "hpcfl: installing hpcfl[$extras] and its pinned packages into .venv; the first time takes some minutes"
+    echo "hpcfl: installing hpcfl${extras:+[$extras]} and its pinned packages into .venv; the first time takes some minutes"
     # Without isolation the build too uses pinned packages.
     "${pip[@]}" setuptools
-    "${pip[@]}" --no-build-isolation --editable ".[$extras]"
+    "${pip[@]}" --no-build-isolation --editable ".${extras:+[$extras]}"
     echo "hpcfl: .venv is ready after $SECONDS s"
 }
 

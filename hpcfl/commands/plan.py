@@ -250,7 +250,7 @@ def _bytes(planner: Planner, chooses_layers: bool, config: Config) -> Iterator[s
 
 def _job(header: SlurmHeader) -> Iterator[str]:
     """Yield the #SBATCH header."""
-    yield "for SLURM, in place of the header of jobs/train.sbatch:"
+    yield "for SLURM, in place of these lines of jobs/train.sbatch:"
     yield from header.lines()
     if header.jobs > 1:
         yield (

@@ -60,12 +60,14 @@ def parser() -> Parser:
 
 
 def _found(folders: Sequence[Path]) -> list[tuple[str, Run]]:
-    """Return the runs in these folders, each with its name."""
-    return [
-        (folder.name if path == folder else str(path.relative_to(folder)), Run(path))
-        for folder in folders
-        for path in run_folders(folder)
-    ]
+    """Return the runs in these folders, each with its name; of several folders, the name begins with that."""
+
+    def name(folder: Path, path: Path) -> str:
+        if path == folder:
+            return folder.name
+        return str(path.relative_to(folder if len(folders) == 1 else folder.parent))
+
+    return [(name(folder, path), Run(path)) for folder in folders for path in run_folders(folder)]
 
 
 def _shown(runs: Sequence[tuple[str, Run]], screen: Console) -> Text:

@@ -70,7 +70,9 @@ class SlurmHeader:
         memory = MEMORY_MARGIN * max(estimate.server_memory, estimate.worker_memory) / threads
         options = [
             f"--job-name={self._name}",
+            *([f"--nodes={estimate.nodes}"] if estimate.nodes > 1 else []),
             f"--ntasks={estimate.ranks}",
+            *([f"--ntasks-per-node={_up(estimate.ranks / estimate.nodes, 1)}"] if estimate.nodes > 1 else []),
             f"--cpus-per-task={threads}",
             f"--mem-per-cpu={_up(memory / 2**20, MEMORY_STEP)}M",
             f"--time={limit_of(self.limit_s)}",

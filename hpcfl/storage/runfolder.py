@@ -145,8 +145,8 @@ class RunFolder:
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_checkpoint(layout, digest)
-            if self.checkpoint is None and len(whole_lines(self.path / "metrics.csv")) > 1:
-                LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
+            if self.checkpoint is None:
+                self._check_start_over()
             self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
@@ -155,6 +155,17 @@ class RunFolder:
                     f"{problem}; {_REMEDIES[error.errno]} and rerun the same command to resume"
                 ) from error
             raise UserError(f"{problem}; name another with --out DIR") from error
+
+    def _check_start_over(self) -> None:
+        """Warn where rounds are done that have no checkpoint; UserError if the run was finished."""
+        if (self.path / "clients.csv").is_file():
+            raise UserError(
+                f"{self.path} holds a finished run without its checkpoint, and to start over would delete "
+                "its figures; bring checkpoint.h5 back, give --out DIR for another folder, or --fresh to "
+                "move this one aside"
+            )
+        if len(whole_lines(self.path / "metrics.csv")) > 1:
+            LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
 
     def _write_record(self, environment: Mapping[str, Any]) -> None:
         record = self._recorded()

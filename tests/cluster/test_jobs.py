@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -186,11 +187,21 @@ def test_an_array_finishes_all_cells_but_the_one_that_fails(
     path.write_text(TABLE % method)
     out = tmp_path / "out"
     words = ["jobs/table.sbatch", path, *settings, "--own-code", method, "--out", out]
+    gates.close(0)
     array = slurm.submit("--array=1-2", "--ntasks=1", *words, **gates.env)
     broken, whole = array.task(1), array.task(2)
     for task in (broken, whole):
+        task.until(lambda task=task: "cell " in task.output, "a cell")
+    gates.wait(0, broken)
+    # the job number of the last task is that of the whole array
+    slurm.call("scancel", "--signal=USR1", "--batch", whole.number)
+    whole.until(lambda: "is requeued" in whole.output, "the requeue")
+    assert broken.state == "RUNNING"
+    gates.open(0)
+    for task in (broken, whole):
         task.wait()
-    assert (broken.state, whole.state) == ("FAILED", "COMPLETED")
+    assert [task.state for task in (broken, whole)] == ["FAILED", "COMPLETED"]
+    assert [task.field("Restarts") for task in (broken, whole)] == ["0", "1"]
     assert broken.output.count("RuntimeError: a mistake of one's own") == 2
     assert "a fault (exit code 1); continuing with the other cells" in broken.output
     missing = {row["label"]: row["missing_seeds"] for row in read_csv(out / "table.csv")}
@@ -200,4 +211,28 @@ def test_an_array_finishes_all_cells_but_the_one_that_fails(
         assert run_here(tmp_path / name, [*settings, f"method.name={name}"]) == FINISHED
         assert not differing(tmp_path / name, out / f"{name}-s0")
         log = (out / f"{name}-s0" / "log.txt").read_text()
-        assert f"({array.number}_{1 if name == 'local' else 2}), start 1, on " in log
+        assert f"({array.number}_{1 if name == 'local' else 2}), start " in log
+
+
+ON_ALL_CORES = """#!/usr/bin/env bash
+source jobs/cluster.sh
+"${launcher[@]}" python -c 'import os; print("cores", sorted(os.sched_getaffinity(0)))'
+"""
+
+
+def test_ranks_that_mpirun_starts_may_use_all_cores_of_the_job(tmp_path: Path) -> None:
+    """Where SLURM binds cores, all ranks of a node would share one; srun gives each its own."""
+    if (cores := os.cpu_count() or 1) < 2:
+        pytest.skip("needs two cores")
+    (tmp_path / "jobs").symlink_to(REPOSITORY / "jobs")
+    (tmp_path / "job.sh").write_text(ON_ALL_CORES)
+    with running_slurm(tmp_path, binds_cores=True) as slurm:
+        found = []
+        for launcher in ("mpirun", "srun"):
+            words = ["--ntasks=2", "--cpus-per-task=1", "job.sh"]
+            job = slurm.submit(*words, LAUNCHER=launcher, SRUN_CPUS_PER_TASK="1")
+            job.wait()
+            found.append([line for line in job.output.splitlines() if line.startswith("cores")])
+    by_mpirun, by_srun = found
+    assert by_mpirun == [f"cores {[*range(cores)][:2]}"] * 2
+    assert sorted(by_srun) == ["cores [0]", "cores [1]"]

@@ -228,8 +228,9 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_equal_those_by_hand(
     script = (REPOSITORY / "jobs" / "train.sbatch").read_text()
     there = set(re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE))
     assert there <= set(head) | {"job-name"}
-    assert set(head) - there <= {"mem-per-cpu"}
-    assert (head["ntasks"], head["cpus-per-task"], head["signal"]) == ("4", "1", "B:USR1@120")
+    assert set(head) - there == {"mem-per-cpu", "nodes", "ntasks-per-node"}
+    assert (head["ntasks"], head["nodes"], head["ntasks-per-node"]) == ("4", "2", "2")
+    assert (head["cpus-per-task"], head["signal"]) == ("1", "B:USR1@120")
     assert head["time"] == "00:10:00"
     most = max(memory) / 2**20
     assert 1.2 * most < int(head["mem-per-cpu"].removesuffix("M")) < 1.5 * most + 100

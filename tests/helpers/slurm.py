@@ -50,7 +50,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdTimeout={node_timeout}
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
@@ -263,8 +263,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine(),)) -> Iterator[Slurm]:
-    """Run a SLURM on nodes until the block is left; skip the test, with the reason, where it cannot be."""
+def running_slurm(
+    submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine(),), binds_cores: bool = False
+) -> Iterator[Slurm]:
+    """Run a SLURM on nodes until the block is left; skip the test, with the reason, where it cannot be.
+
+    If it binds the ranks of a step to cores, each node has those of this machine.
+    """
     skip_without(PROGRAMS, "no SLURM here", "packages slurm-wlm and munge")
     # a socket's path has at most 107 characters, and those of pytest's folders may be longer
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -278,8 +283,10 @@ def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine()
         first_job=first_job,
         kill_wait=KILL_WAIT_S,
         node_timeout=NODE_TIMEOUT_S,
+        task_plugin="task/affinity" if binds_cores else "task/none",
     )
-    configuration.write_text(text + "".join(NODE.format(node=node, cores=CORES) for node in nodes))
+    cores = os.cpu_count() if binds_cores else CORES
+    configuration.write_text(text + "".join(NODE.format(node=node, cores=cores) for node in nodes))
     # no test needs control groups; simulated nodes have none mounted, which only version 1 accepts
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     slurm = Slurm(configuration, submit_folder, nodes)
