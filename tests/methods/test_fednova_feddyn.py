@@ -59,7 +59,6 @@ def test_rounds_of_fednova_equal_a_plain_implementation() -> None:
         buffers = mean_by_samples(run, clients, statistics)
     assert_close(run.server["theta"], theta)
     assert_close(run.server["buffers"], buffers)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 def test_fednova_converges_to_the_minimum_of_the_objective() -> None:
@@ -115,7 +114,6 @@ def test_rounds_of_feddyn_equal_a_plain_implementation_with_all_terms_in_its_los
     assert_close(run.server["h"], moves.mean(dim=0))
     assert_close(run.server["buffers"], buffers)
     assert_close(run.clients["gradient"] / run.method.strengths(samples), -moves)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
