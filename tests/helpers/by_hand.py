@@ -68,7 +68,7 @@ def is_batchnorm(layout: ParameterLayout) -> Tensor:
 
 def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:
     """Return the run's network with weights [P] and running statistics [U] of its own, in training mode."""
-    network: Network = copy.deepcopy(run.method.context.network).train()
+    network: Network = copy.deepcopy(run.method.network).train()
     layout = run.method.layout
     network.load_state_dict(layout.views(theta) | layout.buffer_views(buffers), strict=False)
     return network
@@ -107,9 +107,15 @@ def batches_of(
             yield x[order[start:stop]], y[order[start:stop]]
 
 
-def torchs_optimiser(run: Run, parameters: Sequence[nn.Parameter], round: int) -> torch.optim.Optimizer:
-    """Return torch's optimiser with the settings of a round; its steps clip the gradients first."""
-    train, lr = run.config.train, step_size(run, round)
+def torchs_optimiser(
+    run: Run, parameters: Sequence[nn.Parameter], round: int, lr: float | None = None
+) -> torch.optim.Optimizer:
+    """Return torch's optimiser with the settings of a round, or a step size of its own that decays alike.
+
+    Its steps clip the gradients first.
+    """
+    train = run.config.train
+    lr = (train.lr if lr is None else lr) * train.lr_decay**round
     optimiser: torch.optim.Optimizer
     if train.optimiser is not None:
         kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimiser]
@@ -137,15 +143,15 @@ def train_by_torch(
     purpose: str = "batches",
     epochs: int | None = None,
     loss: Loss | None = None,
+    lr: float | None = None,
 ) -> None:
     """Train the parameters whose names begin with `part` on cross-entropy, or another loss."""
 
     def plain(network: Network, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(network(x), y, label_smoothing=run.config.train.label_smoothing or 0.0)
 
-    optimiser = torchs_optimiser(
-        run, [p for name, p in network.named_parameters() if name.startswith(part)], round
-    )
+    chosen = [p for name, p in network.named_parameters() if name.startswith(part)]
+    optimiser = torchs_optimiser(run, chosen, round, lr)
     for x, y in batches_of(run, client, round, purpose, epochs):
         network.zero_grad()
         (loss or plain)(network, x, y).backward()

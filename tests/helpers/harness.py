@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import codec_of
 from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.methods import Method
@@ -101,22 +102,17 @@ class Run:
         ]
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
-    def evaluated(self) -> State:
-        """Return the models that would be scored now, [N, ...]."""
-        rounds = self.config.train.rounds
-        cohort = replace(
-            self.simulation.cohort(0),
-            round=rounds,
-            clients=tuple(range(self.num_clients)),
-            num_samples=self.method.context.num_samples,
-        )
+    def evaluated(self, *groups: range) -> State:
+        """Return the models that would be scored now, [N, ...], or those of some groups of clients."""
+        rounds, everyone = self.config.train.rounds, range(self.num_clients)
+        cohort = Cohort(rounds, tuple(everyone), self.method.context.num_samples)
         channel = Channel(Communicator(), self.method.layers, self.num_clients)
         message = self.driver.eval_download(self.server, cohort)
         down = channel.down(message, cohort, codec_of(self.config.comm, "down"))
         models = []
-        for client in range(self.num_clients):
-            clients = ClientGroup(self.workplace, [client], rounds)
-            models.append(self.driver.eval_model(clients, down.select(slice(client, client + 1))))
+        for group in groups or [range(client, client + 1) for client in everyone]:
+            clients = ClientGroup(self.workplace, group, rounds)
+            models.append(self.driver.eval_model(clients, down.select(slice(group.start, group.stop))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 

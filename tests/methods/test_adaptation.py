@@ -123,14 +123,16 @@ def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of(
 @pytest.mark.parametrize("steps", [0, 6])
 @pytest.mark.usefixtures("double")
 def test_evaluation_takes_the_given_number_of_steps_on_training_data(steps: int) -> None:
-    keys = ("model.batchnorm=true", "train.rounds=1", "method.alpha=0.1")
+    keys = ("model.batchnorm=true", "train.rounds=1", "method.alpha=0.1", "train.momentum=0.5")
     run = Run(PER_FEDAVG, *keys, f"method.adaptation_steps={steps}")
     evaluated, kept = run.evaluated(), run.server["theta"].clone()
     for client in range(4):
-        theta = run.server["theta"]
+        theta = run.server["theta"].clone()
+        optimiser = torch.optim.SGD([theta], 0.1, momentum=0.5)
         # 28 samples are four mini-batches a pass
         for x, y in islice(batches_of(run, client, 1, "evaluation", 2), steps):
-            theta = theta - 0.1 * slope(run, theta, x, y)
+            theta.grad = slope(run, theta, x, y)
+            optimiser.step()
         torch.testing.assert_close(evaluated["theta"][client], theta, rtol=0, atol=1e-12)
     assert torch.equal(evaluated["theta"], kept.expand(4, -1)) == (steps == 0)
     assert torch.equal(evaluated[BUFFERS], run.server[BUFFERS].expand(4, -1))

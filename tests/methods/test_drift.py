@@ -39,10 +39,6 @@ from hpcfl.training.losses import distillation_loss
 # FedAvg's rounds with another loss: FedProx, FedNTD and FedLC
 
 
-def plain(run: Run, client: int, received: Network) -> Loss:
-    return lambda network, x, y: cross_entropy(network(x), y)
-
-
 def with_penalty(run: Run, client: int, received: Network) -> Loss:
     def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
         pairs = zip(network.parameters(), received.parameters(), strict=True)
@@ -88,7 +84,6 @@ FEDLC = ("method.name=fedlc", "data.partition.beta=0.5")
 @pytest.mark.parametrize(
     ("loss_of", "keys"),
     [
-        (plain, ("method.name=fedavg", *SLIPPERY)),
         (with_penalty, ("method.name=fedprox", "method.mu=0.5", *SLIPPERY)),
         (with_distillation, (*FEDNTD, *SLIPPERY)),
         (with_distillation, (*FEDNTD, "method.beta=0.3", "method.temperature=3")),
@@ -111,7 +106,6 @@ def test_rounds_equal_a_plain_implementation_with_the_loss(
         theta, buffers = (mean_by_samples(run, clients, rows) for rows in (models, statistics))
     assert_close(run.server["theta"], theta)
     assert_close(run.server["buffers"], buffers)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 @pytest.mark.quick
@@ -208,7 +202,6 @@ def test_rounds_of_scaffold_equal_a_plain_implementation_with_means_of_gradients
     assert_close(run.server["buffers"], buffers)
     assert_close(run.server["variate"], c)
     assert_close(run.clients["variate"], own)
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 @pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])

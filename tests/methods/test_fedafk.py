@@ -7,20 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import assert_close, batches_of, models_of, work
+from by_hand import assert_close, batches_of, mean_by_samples, models_of, torchs_optimiser, work
 from harness import MLP, UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort
 from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK
-from hpcfl.models import MODELS, build_network
-from hpcfl.parameters import ParameterLayout, Tensors
-from hpcfl.samples import SampleType
+from hpcfl.parameters import Tensors
 
 OURS = "method.name=fedafk"
 
@@ -60,22 +58,7 @@ def test_the_fixed_head_is_never_sent() -> None:
     assert clients["theta"].isfinite().all()
 
 
-@pytest.mark.parametrize(("shape", "num_bytes"), [((1, 28, 28), 2_307_584), ((3, 32, 32), 3_493_632)])
-def test_bytes_are_those_of_the_paper_s_networks(shape: tuple[int, int, int], num_bytes: int) -> None:
-    options = MODELS["fedavgcnn"].options()
-    layout = ParameterLayout(build_network("fedavgcnn", SampleType(shape), 10, options, 0))
-    assert 4 * layout.body.stop == num_bytes
-
-
 # The coefficient
-
-
-def test_without_mixing_the_coefficient_stays_one() -> None:
-    keys = (OURS, *MLP, "train.rounds=2")
-    run = Run(*keys, "method.coefficient_lr=10", "method.mixing=false", "method.coefficient=0.2")
-    assert torch.equal(run.clients["coefficient"], torch.ones(4))
-    fixed = Run(*keys, "method.coefficient=1", "method.coefficient_lr=0")
-    assert torch.equal(run.clients["theta"], fixed.clients["theta"])
 
 
 class ConstantSlope(FedAFK):
@@ -99,19 +82,13 @@ class Reference:
     """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.params, self.train = run, run.config.method.options, run.config.train
+        self.run, self.params = run, run.config.method.options
         context = run.method.context
         self.local = [copy.deepcopy(context.network).train() for _ in range(run.num_clients)]
         self.shared = copy.deepcopy(context.network).train()
         self.shared.head.load_state_dict(context.build_network(FIXED_HEAD).head.state_dict())
         start = self.params.coefficient if self.params.mixing else 1.0
         self.coefficient = [torch.tensor(start) for _ in range(run.num_clients)]
-
-    def optimiser(self, module: nn.Module) -> torch.optim.SGD:
-        train = self.train
-        return torch.optim.SGD(
-            module.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
-        )
 
     def mixed(self, coefficient: Tensor, local: nn.Module, shared: nn.Module) -> Tensors:
         pairs = zip(local.body.named_parameters(), shared.body.parameters(), strict=True)
@@ -123,7 +100,10 @@ class Reference:
     def train_client(self, client: int, round: int) -> nn.Module:
         """Train one client and return its global extractor."""
         local, shared = self.local[client], copy.deepcopy(self.shared)
-        of_shared, of_local = self.optimiser(shared.body), self.optimiser(local.body)
+        of_shared, of_local, of_head = (
+            torchs_optimiser(self.run, [*module.parameters()], round)
+            for module in (shared.body, local.body, local.head)
+        )
 
         def update_shared(x: Tensor, y: Tensor) -> None:
             of_shared.zero_grad()
@@ -161,7 +141,6 @@ class Reference:
                     update(x, y)
         mixed = self.mixed(self.coefficient[client], local, shared)
         local.load_state_dict(mixed, strict=False)
-        of_head = self.optimiser(local.head)
         for x, y in batches_of(self.run, client, round, "head", self.params.head_epochs):
             of_head.zero_grad()
             cross_entropy(local(x), y).backward()
@@ -170,14 +149,10 @@ class Reference:
 
     def round(self, number: int) -> None:
         cohort = self.run.simulation.cohort(number)
-        trained = [self.train_client(client, number) for client in cohort.clients]
-        weights = (cohort.num_samples / cohort.num_samples.sum()).tolist()
-        for new, *olds in zip(
-            self.shared.body.parameters(), *(t.body.parameters() for t in trained), strict=True
-        ):
-            new.data = sum(
-                (w * old.detach() for w, old in zip(weights, olds, strict=True)), torch.tensor(0.0)
-            )
+        trained = [self.train_client(client, number).body for client in cohort.clients]
+        bodies = torch.stack([parameters_to_vector(body.parameters()).detach() for body in trained])
+        mean = mean_by_samples(self.run, cohort.clients, bodies)
+        vector_to_parameters(mean, self.shared.body.parameters())
 
 
 @pytest.mark.parametrize(

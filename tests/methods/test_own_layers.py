@@ -1,4 +1,7 @@
-"""FedPer, FedRep, LG-FedAvg, FedBN, FedBABU and FedRoD: who keeps which layers, and how they are trained."""
+"""FedAvg, local training, FedPer, FedRep, LG-FedAvg, FedBN, FedBABU and FedRoD.
+
+Who keeps which layers, and how they are trained.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from by_hand import (
     batches_of,
     class_counts,
     mean_by_samples,
+    method_of,
     models_of,
     network_with,
     predicted,
@@ -27,13 +31,23 @@ from by_hand import (
 from harness import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from uploads import GivenUpload
 
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 
 HEAD = 650
 
 Names = Callable[[str], bool]
+
+
+def nowhere(_: str) -> bool:
+    return False
+
+
+def everywhere(_: str) -> bool:
+    return True
 
 
 def in_head(name: str) -> bool:
@@ -92,6 +106,9 @@ THREE_EPOCHS_LOCAL = ("train.local_epochs=3", "train.buffers=local")
 @pytest.mark.parametrize(
     ("keys", "stays", "phases"),
     [
+        (("method.name=fedavg",), nowhere, TOGETHER),
+        (("method.name=fedavg", "train.buffers=local"), nowhere, TOGETHER),
+        (("method.name=local",), everywhere, TOGETHER),
         (("method.name=fedper", "train.buffers=local", "train.local_epochs=2"), in_head, TOGETHER),
         (("method.name=fedper", *ADAM, "train.label_smoothing=0.3"), in_head, TOGETHER),
         (
@@ -125,6 +142,30 @@ def test_a_model_that_is_only_a_head_is_refused(
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
     expected = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
     assert refused(capsys, *words).startswith(expected)
+
+
+# FedAvg
+
+
+def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
+    method = method_of(METHODS["fedavg"])
+    server, layout = method.server_state(), method.layout
+    rows = torch.tensor([[1.0], [2.0], [8.0]]).expand(3, layout.size)
+    blocks = [
+        (part, Message(per_client={"theta": rows[part]}, num_clients=len(rows[part])))
+        for part in (slice(0, 2), slice(2, 3))
+    ]
+    cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
+    method.aggregate(server, cohort, GivenUpload(iter(blocks)))
+    # (10 * 1 + 20 * 2 + 10 * 8) / 40
+    assert torch.equal(server["theta"], torch.full((layout.size,), 3.25))
+
+
+@pytest.mark.parametrize(("method", "policy"), [("fedavg", "mixed"), ("pfedhn", "average")])
+def test_another_place_for_running_statistics_is_refused(method: str, policy: str) -> None:
+    expected = rf"train\.buffers={policy} does not go with method\.name={method}; allowed"
+    with pytest.raises(UserError, match=expected):
+        Run(f"method.name={method}", f"train.buffers={policy}")
 
 
 # FedRep

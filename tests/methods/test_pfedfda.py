@@ -129,6 +129,11 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
         theta = torch.cat([mean[layout.body], theta[layout.head]])
     expected = {"theta": theta, "means": mu, "covariance": sigma}
     assert_close(run.server, expected | ({"buffers": buffers} if "buffers" in run.server else {}))
+    for client, model in enumerate(run.evaluated()["theta"]):
+        _, y = run.workplace.shard.samples("train", client)
+        gaussians = adapted_gaussians(run, client, 3, network_with(run, theta, buffers), mu, sigma)
+        weights, biases = discriminant_head(*gaussians, y)
+        assert_close(model, torch.cat([theta[layout.body], weights.flatten(), biases]))
 
 
 @pytest.mark.usefixtures("double")

@@ -216,16 +216,6 @@ def test_sizes_are_those_of_the_authors() -> None:
     assert run.bytes_by_client.tolist() == [[4 * DIGITS_CNN] * 2] * 9
 
 
-def test_statistics_stay_with_the_client() -> None:
-    run = Run(OURS, "model.batchnorm=true", "train.participation=0.5", "train.rounds=1")
-    assert "buffers" not in run.server
-    moved = (run.clients["buffers"] != run.method.buffers.initial()).any(dim=1)
-    assert moved.tolist() == [client in run.simulation.cohort(0).clients for client in range(4)]
-    assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
-    with pytest.raises(UserError, match=r"train\.buffers=average does not go with method\.name=pfedhn"):
-        Run(OURS, "train.buffers=average")
-
-
 def test_a_private_head_needs_a_body() -> None:
     with pytest.raises(UserError, match=r"^method\.name=pfedhn needs a feature extractor and a head"):
         Run(OURS, "method.private_head=true", "model.name=mlp", "model.hidden=[]")

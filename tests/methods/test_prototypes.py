@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,11 @@ from bits import refused
 from by_hand import (
     SLIPPERY,
     SOME,
+    Loss,
     assert_close,
-    batches_of,
     mean_by_samples,
     models_of,
     network_with,
-    torchs_optimiser,
     train_by_torch,
 )
 from harness import Run, random
@@ -48,12 +47,6 @@ def assert_prototypes(run: Run, known: dict[int, Tensor]) -> None:
     assert_close({label: run.server["prototypes"][label] for label in known}, known)
 
 
-def decaying_sgd(run: Run, part: nn.Module, lr: float, round: int) -> torch.optim.Optimizer:
-    train = run.config.train
-    lr *= train.lr_decay**round
-    return torch.optim.SGD(part.parameters(), lr, momentum=train.momentum, weight_decay=train.weight_decay)
-
-
 def batches_on_server(run: Run, round: int, count: int) -> Iterator[Tensor]:
     """Yield the places of mini-batches among `count` prototypes."""
     stream = torch_stream(run.config.run.seed, run.method.name, round)
@@ -76,28 +69,27 @@ def class_means(run: Run, client: int, network: Network) -> dict[int, Tensor]:
     return means
 
 
-def train_towards(
-    run: Run,
-    client: int,
-    round: int,
-    network: Network,
-    targets: dict[int, Tensor],
-    strength: float,
-    part: str = "",
-    batches: Iterable[tuple[Tensor, Tensor]] | None = None,
-) -> None:
-    """Train on cross-entropy plus the squared distance to the targets, sample by sample, with torch's SGD."""
-    named = [p for name, p in network.named_parameters() if name.startswith(part)]
-    optimiser = torchs_optimiser(run, named, round)
-    for x, y in batches or batches_of(run, client, round):
-        network.zero_grad()
+def towards(run: Run, targets: dict[int, Tensor]) -> Loss:
+    """Return cross-entropy plus the squared distance to the targets, sample by sample."""
+    strength = run.config.method.options.alignment
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
         features = network.body(x)
         total = torch.zeros(())
         for sample, label in zip(features, y.tolist(), strict=True):
             if label in targets:
                 total = total + (sample - targets[label]).square().sum() / (F * len(y))
-        (cross_entropy(network.head(features), y) + strength * total).backward()
-        optimiser.step()
+        return cross_entropy(network.head(features), y) + strength * total
+
+    return loss
+
+
+def under_heads(run: Run, theta: Tensor, buffers: Tensor, heads: Tensor) -> State:
+    """Return the models and statistics to evaluate: of one body [P] or one a client, with such heads."""
+    count = run.num_clients
+    bodies = theta[..., run.method.layout.body].expand(count, -1)
+    models = torch.cat([bodies, heads.expand(count, -1)], dim=1)
+    return {"theta": models, "buffers": buffers.expand(count, -1)}
 
 
 def mean_by_counts(run: Run, clients: Sequence[int], found: list[dict[int, Tensor]]) -> dict[int, Tensor]:
@@ -175,7 +167,7 @@ def own_models_after(
     found = []
     for client in run.simulation.cohort(round).clients:
         network = network_with(run, theta[client], buffers[client])
-        train_towards(run, client, round, network, known, run.config.method.options.alignment)
+        train_by_torch(run, client, round, network, loss=towards(run, known))
         theta[client], buffers[client] = run.method.layout.flatten(network)
         found.append(class_means(run, client, network))
     return found
@@ -227,9 +219,8 @@ def test_the_nearest_known_prototype_predicts_and_without_any_the_own_head_does(
 def test_a_new_client_is_trained_towards_the_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *keys, "data.unseen_clients=0.3", "train.unseen_epochs=2", "train.rounds=1")
     known = {int(label): run.server["prototypes"][label] for label in run.server["is_known"].nonzero()}
-    batches = batches_of(run, 3, 1, "finetune", 2)
     network = network_with(run, run.method.context.initial_parameters(), run.method.buffers.initial())
-    train_towards(run, 3, 1, network, known, run.config.method.options.alignment, batches=batches)
+    train_by_torch(run, 3, 1, network, purpose="finetune", epochs=2, loss=towards(run, known))
     theta, buffers = run.method.layout.flatten(network)
     found, body = run.adapted(), run.method.layout.body
     assert_close((found["theta"][0, body], found["buffers"][0]), (theta[body], buffers))
@@ -442,12 +433,9 @@ def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]
             start = torch.cat([theta[layout.body], heads[client]])
             network = network_with(run, start, buffers)
             moments.append(statistics_by_hand(run, client, network))
-            optimiser = decaying_sgd(run, network.head, options.head_lr, number)
-            for x, y in batches_of(run, client, number, "head", epochs=options.head_epochs):
-                network.zero_grad()
-                cross_entropy(network(x), y).backward()
-                optimiser.step()
-            train_towards(run, client, number, network, known, options.alignment, part="body.")
+            epochs, lr = options.head_epochs, options.head_lr
+            train_by_torch(run, client, number, network, part="head.", purpose="head", epochs=epochs, lr=lr)
+            train_by_torch(run, client, number, network, part="body.", loss=towards(run, known))
             networks.append(network)
             found.append(class_means(run, client, network))
         trained, statistics = models_of(run, networks).values()
@@ -472,8 +460,7 @@ def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]
 def test_rounds_of_fedpac_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedpac", *keys)
     theta, buffers, heads, known = fedpac_by_hand(run)
-    found = (run.server["theta"], run.server.get("buffers", buffers), run.server["heads"])
-    assert_close(found, (theta, buffers, heads))
+    assert_close(run.evaluated(), under_heads(run, theta, buffers, heads))
     assert_prototypes(run, known)
 
 
@@ -503,12 +490,14 @@ def information_by_hand(network: Network, x: Tensor, y: Tensor) -> Tensor:
 
 def align(run: Run, client: int, round: int, network: Network, targets: dict[int, Tensor]) -> None:
     """Train the body towards the targets, which all classes of the client have."""
-    options = run.config.method.options
-    optimiser = decaying_sgd(run, network.body, options.alignment_lr, round)
-    for x, y in batches_of(run, client, round, "alignment", options.alignment_epochs):
-        network.zero_grad()
-        mse_loss(network.body(x), torch.stack([targets[label] for label in y.tolist()])).backward()
-        optimiser.step()
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(network.body(x), torch.stack([targets[label] for label in y.tolist()]))
+
+    epochs, lr = run.config.method.options.alignment_epochs, run.config.method.options.alignment_lr
+    train_by_torch(
+        run, client, round, network, part="body.", purpose="alignment", epochs=epochs, lr=lr, loss=loss
+    )
 
 
 def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int, Tensor]]]:
@@ -547,8 +536,12 @@ def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int,
 def test_rounds_of_fedas_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedas", *keys)
     theta, buffers, heads, own = fedas_by_hand(run)
-    found = (run.server["theta"], run.server.get("buffers", buffers), run.clients["head"])
-    assert_close(found, (theta, buffers, heads))
+    starts = under_heads(run, theta, buffers, heads)["theta"]
+    networks = [network_with(run, start, buffers) for start in starts]
+    for client, prototypes in own.items():
+        align(run, client, 3, networks[client], prototypes)
+    assert_close(run.evaluated(), models_of(run, networks))
+    assert_close(run.clients["head"], heads)
     for client, is_known in enumerate(run.clients["is_known"]):
         known = is_known.nonzero().flatten().tolist()
         assert_close({c: run.clients["prototypes"][client, c] for c in known}, own.get(client, {}))
@@ -613,8 +606,8 @@ def fedgh_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor]:
 def test_rounds_of_fedgh_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, "method.name=fedgh", *keys)
     head, theta, buffers = fedgh_by_hand(run)
-    found = (run.server["head"], run.clients["theta"], run.clients.get("buffers", buffers))
-    assert_close(found, (head, theta, buffers))
+    assert_close(run.clients["theta"], theta)
+    assert_close(run.evaluated(), under_heads(run, theta, buffers, head))
 
 
 @pytest.mark.parametrize("key", ["method.server_lr=0", "method.server_epochs=0"])

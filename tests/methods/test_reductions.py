@@ -35,7 +35,11 @@ AS_FEDAVG: Table = [
     ((*SOME, *DECAYING, "train.rounds=1"), ["scaffold", "feddbe"]),
     (ALL_CLASSES, ["fedlc tau=0"]),
     ((*UNEQUAL, "train.participation=0.75"), ["fedbn"]),
-    (FINETUNED, ["ifca clusters=1", "fedem components=1"]),
+    (FINETUNED, ["ifca clusters=1", "fedem components=1", "pfedmb branches=1 constraint=simplex"]),
+    (
+        (*OWN_STATISTICS, "train.finetune_epochs=1"),
+        ["pfedmb branches=1 shared_alpha=true aggregation=plain finetune=weights"],
+    ),
     *((keys, WITHOUT_STEPS) for keys in (LINEAR, BATCHNORM)),
 ]
 """Keys of a run, and methods with keys of their own that are FedAvg there."""
@@ -79,13 +83,14 @@ def test_a_method_with_these_settings_is_fedavg(
     assert ("so fedbn trains as fedavg does; model.batchnorm=true adds it" in warnings) == (method == "fedbn")
     assert (fedavg.server["theta"] - fedavg.method.context.initial_parameters()).abs().max() > 0.01
     for name, tensor in fedavg.server.items():
-        assert torch.equal(ours.server[name].view_as(tensor), tensor)
+        own_name = "branches" if name == "theta" and name not in ours.server else name
+        assert torch.equal(ours.server[own_name].view_as(tensor), tensor)
     evaluated = ours.evaluated()
     for name, tensor in fedavg.evaluated().items():
         assert method in UNTIED or torch.equal(evaluated[name].view_as(tensor), tensor)
-    # SCAFFOLD also sends its control variates, FedDBE means of features
+    # SCAFFOLD also sends its control variates, FedDBE means of features, pFedMB weights of branches
     is_as_much = torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-    assert is_as_much == (method not in ("scaffold", "feddbe"))
+    assert is_as_much == (ours.method.name not in ("scaffold", "feddbe", "pfedmb"))
 
 
 @pytest.mark.parametrize(("keys", "method"), cases(NEXT_AS_FEDAVG))

@@ -124,14 +124,6 @@ def test_torchvision_networks_have_the_expected_layers_and_statistics(
     assert len(layout.batchnorm_modules) == modules
 
 
-def test_an_mlp_of_no_hidden_layers_is_linear() -> None:
-    network = network_of("mlp", (3, 4, 5), hidden=[])
-    x = drawn(SampleType((3, 4, 5)), 2)
-    shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
-    assert shapes == {"head.fc1.weight": (10, 60), "head.fc1.bias": (10,)}
-    assert torch.equal(network.body(x), x.view(2, 60))
-
-
 def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> None:
     layout = layout_of("lenet", CIFAR, batchnorm=True)
     assert is_batchnorm(layout).sum() == layout.buffer_size == 96
