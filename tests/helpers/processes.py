@@ -312,6 +312,11 @@ def forked(
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def exit_code(child: int) -> int:
+    """Wait for the end of a forked process and return its exit code; that of a signal is negative."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def forked_on_terminal(program: Callable[[], int]) -> tuple[int, int]:
     """Start a program as `forked` does, on a terminal 80 wide; return its id and where to read it."""
     leader, follower = pty.openpty()
