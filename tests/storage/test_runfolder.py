@@ -209,9 +209,10 @@ def test_a_run_with_other_help_texts_is_not_resumed(
     assert results(tmp_path / "run") == before
 
 
-def test_a_folder_without_a_checkpoint_starts_at_round_0_with_any_configuration(
+def test_a_folder_without_a_checkpoint_starts_at_round_0(
     run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With any configuration."""
     folder = shutil.copytree(run(), tmp_path / "run")
     (folder / "checkpoint.h5").unlink()
     (folder / "metrics.csv").write_text("round\nrubbish\n")
@@ -221,10 +222,8 @@ def test_a_folder_without_a_checkpoint_starts_at_round_0_with_any_configuration(
     assert untimed(folder) == untimed(run("run.seed=5"))
 
 
-def test_a_run_is_resumed_with_its_data_in_another_place_and_not_with_other_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in the scratch folder of each job."""
+def test_a_run_is_not_resumed_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is with its data in another place, as in the scratch folder of each job."""
     places, random = [tmp_path / "first.npz", tmp_path / "second.npz"], np.random.default_rng(0)
     words = ["data.source=npz", "data.layout=NCHW", "data.clients=4", "model.name=mlp", "method.name=fedavg"]
     words += ["train.local_epochs=1", "--quiet", "--out", str(tmp_path / "run")]
