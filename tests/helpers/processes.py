@@ -343,6 +343,15 @@ def read_all(leader: int) -> str:
         parts.append(part)
 
 
+def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until something is true; the test fails when it takes too long."""
+    end_s = time.monotonic() + patience_s
+    while not true():
+        if time.monotonic() > end_s:
+            pytest.fail(f"{what}: not after {patience_s:.0f} s", pytrace=False)
+        time.sleep(0.2)
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and all that descend from it; launchers put ranks into sessions of their own."""
     tasks = Path(f"/proc/{pid}/task")

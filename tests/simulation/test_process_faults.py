@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, refused, run_here, start_run, tiny_settings
 from inject_fault import Fault
-from processes import PATIENCE_S, Launch, Mpirun, kill_tree
+from processes import Launch, Mpirun, exit_code, kill_tree, until
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.simulation import stopping
@@ -123,7 +123,7 @@ def test_a_serial_run_resumes_after_kills_at_seven_moments(
     for point, (first, last) in points:
         fault = Fault("kill", point, chance.randint(first, last), after=chance.random() < 0.5)
         child = start_run(folder, [*settings, f"train.rounds={LONG_ROUNDS}"], fault.inject)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, fault
+        assert exit_code(child) == -signal.SIGKILL, fault
         assert done <= (done := completed_rounds(folder)) < LONG_ROUNDS
     assert done > len(points) / 2
     resume(LONG_ROUNDS)
@@ -195,31 +195,23 @@ def test_a_second_signal_stops_a_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """During a round and during a checkpoint; the first SIGTERM after a SLURM job's warning does not."""
+    """During a round and during a checkpoint."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
     keys = [*settings, f"train.rounds={BRIEF_ROUNDS}"]
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.1)
     sent = [
-        (IN_A_ROUND, {}, [signal.SIGINT, signal.SIGINT]),
-        (IN_A_CHECKPOINT, {}, [signal.SIGUSR1, signal.SIGTERM]),
-        (IN_A_CHECKPOINT, {"SLURM_JOB_ID": "7"}, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
+        (IN_A_ROUND, [signal.SIGINT, signal.SIGINT]),
+        (IN_A_CHECKPOINT, [signal.SIGUSR1, signal.SIGTERM]),
     ]
-    for moment, environment, signals in sent:
-        fault = replace(moment, kind="sleep", mark=str(mark))
-
-        def prepare(fault: Fault = fault, environment: dict[str, str] = environment) -> None:
-            os.environ.update(environment)
-            fault.inject()
-
-        child = start_run(folder, keys, prepare)
-        wait_for(mark)
+    for moment, signals in sent:
+        child = start_run(folder, keys, replace(moment, kind="sleep", mark=str(mark)).inject)
+        until(mark.exists, "the fault")
         before = good(folder)
         for number in signals:
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             os.kill(child, number)
             time.sleep(0.2)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code == 128 + signals[-1]
+        assert exit_code(child) == 128 + signals[-1]
         assert capfd.readouterr().err == STOPPED_AT_ONCE.format(signals[-1].name)
         assert good(folder) == before
         assert not (folder / "checkpoint.tmp.h5").exists()
@@ -256,13 +248,6 @@ def good(folder: Path) -> dict[str, bytes]:
     found = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
     assert found
     return found
-
-
-def wait_for(mark: Path) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not mark.exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 # Ranks that do not answer
@@ -309,7 +294,7 @@ def test_a_run_out_of_memory_reports_it(
     folder = tmp_path / "run"
     fault = replace(IN_A_ROUND, kind=kind)
     child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], fault.inject)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == OUT_OF_MEMORY
+    assert exit_code(child) == OUT_OF_MEMORY
     printed = capfd.readouterr().err
     assert printed.startswith(
         f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks"
@@ -320,15 +305,16 @@ def test_a_run_out_of_memory_reports_it(
     resume(BRIEF_ROUNDS)
 
 
-def test_a_worker_out_of_memory_ends_all_ranks(launch: Launcher, tmp_path: Path, resume: Resume) -> None:
-    with launch(2, BRIEF_ROUNDS, Fault("no_memory_for_torch", "step", 20, rank=1)) as running:
-        printed = running.end()
-        assert running.process.returncode == OUT_OF_MEMORY
-        assert running.is_gone()
-    assert (
-        printed.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
-    )
-    assert "Traceback" not in printed
+def test_a_worker_out_of_memory_ends_all_ranks(
+    settings: list[str], tmp_path: Path, mpirun: Mpirun, resume: Resume
+) -> None:
+    fault = Fault("no_memory_for_torch", "step", 20, rank=1)
+    words = ["--quiet", "--out", tmp_path / "run", *settings, f"train.rounds={BRIEF_ROUNDS}"]
+    done = mpirun(2, *fault.words(), *words, check=False)
+    assert done.returncode == OUT_OF_MEMORY
+    line = f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks"
+    assert done.stderr.count(line) == 1
+    assert "Traceback" not in done.stderr
     assert completed_rounds(tmp_path / "run") > 0
     resume(BRIEF_ROUNDS)
 
