@@ -40,7 +40,7 @@ def test_collective_tests_pass_with_open_mpi_over_tcp() -> None:
 def test_a_run_over_ofi_has_the_bits_of_one_rank(
     digits: Path, tmp_path: Path, mpirun_command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = [*tiny_settings(digits), *method_settings("fedfomo")]
+    settings = [*tiny_settings(digits), *method_settings("fedfomo"), "train.rounds=2"]
     assert run_here(tmp_path / "one", settings) == 0
     for name, value in TRANSPORTS["ofi"].items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from processes import forked
+from processes import exit_code, forked
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
@@ -217,8 +217,7 @@ def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> N
     config = load_config(None, settings)
     members = config.train.cohort_size(config.data.clients)
     child = start_run(folder, settings, lambda: _die_in_round(number, METHODS[config.method.name], members))
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert exit_code(child) == -signal.SIGKILL
 
 
 def _die_in_round(number: int, method: type[Method], members: int) -> None:

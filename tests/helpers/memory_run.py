@@ -6,6 +6,7 @@ rose from the end of the set-up to its highest, and the bytes of the samples tha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from contextlib import ExitStack
@@ -18,6 +19,9 @@ from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt."""
 
 
 def resident_bytes(name: str) -> int:
@@ -48,4 +52,6 @@ def measure(folder_path: Path, settings: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # a copy of another process has memory to use again: every block of 64 KiB or more is to be new
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     measure(Path(sys.argv[1]), sys.argv[2:])

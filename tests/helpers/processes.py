@@ -312,6 +312,11 @@ def forked(
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def exit_code(child: int) -> int:
+    """Wait for the end of a forked process and return its exit code; that of a signal is negative."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def forked_on_terminal(program: Callable[[], int]) -> tuple[int, int]:
     """Start a program as `forked` does, on a terminal 80 wide; return its id and where to read it."""
     leader, follower = pty.openpty()
@@ -336,6 +341,15 @@ def read_all(leader: int) -> str:
             os.close(leader)
             return b"".join(parts).decode()
         parts.append(part)
+
+
+def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until something is true; the test fails when it takes too long."""
+    end_s = time.monotonic() + patience_s
+    while not true():
+        if time.monotonic() > end_s:
+            pytest.fail(f"{what}: not after {patience_s:.0f} s", pytrace=False)
+        time.sleep(0.2)
 
 
 def kill_tree(pid: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from nodes import Node, skip_without
-from processes import REPOSITORY, clean_environment
+from processes import REPOSITORY, clean_environment, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
 CORES = 16
@@ -77,15 +77,6 @@ class ThisMachine:
 
 
 AnyNode = Node | ThisMachine
-
-
-def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait until something is true; the test fails when it takes too long."""
-    end_s = time.monotonic() + patience_s
-    while not true():
-        if time.monotonic() > end_s:
-            pytest.fail(f"{what}: not after {patience_s:.0f} s", pytrace=False)
-        time.sleep(0.2)
 
 
 class DaemonFault(Exception):
@@ -248,7 +239,7 @@ class Job:
     def until(self, true: Callable[[], object], what: str) -> None:
         """Wait until something is true that the job brings about; a failure shows the job."""
         try:
-            until(true, f"job {self.number}: {what}")
+            until(true, f"job {self.number}: {what}", PATIENCE_S)
         except pytest.fail.Exception as failure:
             shown = self._slurm.call("scontrol", "show", "job", self.number)
             pytest.fail(f"{failure}\n{shown}\n{self.output}", pytrace=False)

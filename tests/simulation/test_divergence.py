@@ -26,7 +26,6 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import DIVERGED, FINISHED, STOPPED
-from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.methods.base import State
 from hpcfl.results.run import load_run
@@ -292,17 +291,12 @@ def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
         np.testing.assert_allclose(values, absent[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("method", ["pfedla", "scaffold"])
 def test_a_round_without_a_client_changes_nothing(
-    settings: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    method: str,
-    capsys: pytest.CaptureFixture[str],
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = [*settings, *method_settings(method)]
+    keys = [*settings, *method_settings("scaffold")]
     assert run_here(tmp_path / "one", [*keys, "train.rounds=1"]) == FINISHED
-    spoil(monkeypatch, METHODS[method], range(7), round=1)
+    spoil(monkeypatch, METHODS["scaffold"], range(7), round=1)
     capsys.readouterr()
     assert run_here(tmp_path / "two", [*keys, "train.rounds=2", SKIP]) == FINISHED
     assert printed_lines(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
@@ -411,17 +405,3 @@ def test_divergence_of_the_server_is_described() -> None:
     assert not_finite({"theta": large}) == ""
     spoilt = {name: torch.tensor([1.0, torch.nan, -torch.inf]) for name in "abcde"}
     assert not_finite({"theta": large} | spoilt) == "a, b, c, 2 more"
-
-
-def test_a_table_names_the_diverged_cell(
-    poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = dict(word.split("=", 1) for word in poisoned if not word.startswith("data."))
-    path = tmp_path / "table.yaml"
-    path.write_text(f"title: two\nseeds: [0]\nrows:\n  - {{method: {{path: {words['method.path']}}}}}\n")
-    overrides = [word for word in poisoned if not word.startswith("method.")]
-    options = ["--own-code", words["method.path"], "--quiet", "--out", str(tmp_path / "cells")]
-    assert main(["table", str(path), *options, *overrides]) == DIVERGED
-    (line,) = [line for line in printed_lines(capsys) if "diverged" in line]
-    assert line.startswith(f"hpcfl: error: {path}, row 1 (poisoned)")
-    assert CAUSE in line

@@ -43,7 +43,7 @@ def test_memory_of_fedavg_stays_bounded_with_many_clients(mpirun: Mpirun, tmp_pa
     serial = build(load_config(None, settings), Communicator())
     assert serial.method.layout.size == PARAMETERS
     script = REPOSITORY / "tests" / "helpers" / "memory_run.py"
-    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300, anew=True).stdout)
+    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300).stdout)
 
     state_bytes = 4 * (PARAMETERS + serial.method.layout.buffer_size)
     cohort_bytes = 4 * COHORT * PARAMETERS

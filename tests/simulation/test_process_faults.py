@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, refused, run_here, start_run, tiny_settings
 from inject_fault import Fault
-from processes import PATIENCE_S, Launch, Mpirun, kill_tree
+from processes import Launch, Mpirun, exit_code, kill_tree, until
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.simulation import stopping
 
-BRIEF_ROUNDS, LONG_ROUNDS = 8, 40
+BRIEF_ROUNDS, LONG_ROUNDS = 8, 32
 TIMEOUT_S = 3
 SERVER, WORKER = "server", "worker"
 
@@ -123,7 +123,7 @@ def test_a_serial_run_resumes_after_kills_at_seven_moments(
     for point, (first, last) in points:
         fault = Fault("kill", point, chance.randint(first, last), after=chance.random() < 0.5)
         child = start_run(folder, [*settings, f"train.rounds={LONG_ROUNDS}"], fault.inject)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, fault
+        assert exit_code(child) == -signal.SIGKILL, fault
         assert done <= (done := completed_rounds(folder)) < LONG_ROUNDS
     assert done > len(points) / 2
     resume(LONG_ROUNDS)
@@ -165,20 +165,18 @@ def test_a_signal_stops_a_run_and_a_second_start_is_refused_meanwhile(
     mpirun_command: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """A launcher forwards SIGUSR1, too: see below."""
     # Open MPI's mpirun kills the ranks at SIGTERM, MPICH's dies of SIGUSR2
-    second = signal.SIGUSR2 if "--oversubscribe" in mpirun_command else signal.SIGTERM
-    done = 0
-    for number in (signal.SIGUSR1, second):
-        with launch(2, LONG_ROUNDS) as running:
-            running.wait_for_rounds(done + 2)
-            words = ("--quiet", "--out", tmp_path / "run", *settings, f"train.rounds={LONG_ROUNDS}")
-            assert "in use by pid" in refused(capfd, *words)
-            running.wait_for_rounds(done + 3)
-            running.process.send_signal(number)
-            running.end()
-            assert running.process.returncode == STOPPED
-        before, done = done, completed_rounds(tmp_path / "run")
-        assert before + 3 <= done < LONG_ROUNDS
+    number = signal.SIGUSR2 if "--oversubscribe" in mpirun_command else signal.SIGTERM
+    with launch(2, LONG_ROUNDS) as running:
+        running.wait_for_rounds(2)
+        words = ("--quiet", "--out", tmp_path / "run", *settings, f"train.rounds={LONG_ROUNDS}")
+        assert "in use by pid" in refused(capfd, *words)
+        running.wait_for_rounds(3)
+        running.process.send_signal(number)
+        running.end()
+        assert running.process.returncode == STOPPED
+    assert 3 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
     resume(LONG_ROUNDS)
 
 
@@ -195,31 +193,23 @@ def test_a_second_signal_stops_a_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """During a round and during a checkpoint; the first SIGTERM after a SLURM job's warning does not."""
+    """During a round and during a checkpoint."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
     keys = [*settings, f"train.rounds={BRIEF_ROUNDS}"]
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.1)
     sent = [
-        (IN_A_ROUND, {}, [signal.SIGINT, signal.SIGINT]),
-        (IN_A_CHECKPOINT, {}, [signal.SIGUSR1, signal.SIGTERM]),
-        (IN_A_CHECKPOINT, {"SLURM_JOB_ID": "7"}, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
+        (IN_A_ROUND, [signal.SIGINT, signal.SIGINT]),
+        (IN_A_CHECKPOINT, [signal.SIGUSR1, signal.SIGTERM]),
     ]
-    for moment, environment, signals in sent:
-        fault = replace(moment, kind="sleep", mark=str(mark))
-
-        def prepare(fault: Fault = fault, environment: dict[str, str] = environment) -> None:
-            os.environ.update(environment)
-            fault.inject()
-
-        child = start_run(folder, keys, prepare)
-        wait_for(mark)
+    for moment, signals in sent:
+        child = start_run(folder, keys, replace(moment, kind="sleep", mark=str(mark)).inject)
+        until(mark.exists, "the fault")
         before = good(folder)
         for number in signals:
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             os.kill(child, number)
             time.sleep(0.2)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code == 128 + signals[-1]
+        assert exit_code(child) == 128 + signals[-1]
         assert capfd.readouterr().err == STOPPED_AT_ONCE.format(signals[-1].name)
         assert good(folder) == before
         assert not (folder / "checkpoint.tmp.h5").exists()
@@ -258,24 +248,19 @@ def good(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def wait_for(mark: Path) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not mark.exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 # Ranks that do not answer
 
 
-@pytest.mark.parametrize(("ranks", "silent"), [(3, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "silent", "gather", "rounds"), [(3, 2, 100, LONG_ROUNDS), (2, 0, 25, BRIEF_ROUNDS)]
+)
 def test_a_rank_that_stops_answering_is_named(
-    launch: Launcher, tmp_path: Path, resume: Resume, ranks: int, silent: int
+    launch: Launcher, tmp_path: Path, resume: Resume, ranks: int, silent: int, gather: int, rounds: int
 ) -> None:
-    """Before, the whole job is suspended for longer than the timeout, and continues."""
+    """The job of a silent worker is suspended before for longer than the timeout, and continues."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    fault = Fault("stop", "gather", 100, silent, mark=str(mark))
-    with launch(ranks, LONG_ROUNDS, fault, f"run.timeout={TIMEOUT_S}") as running:
+    fault = Fault("stop", "gather", gather, silent, mark=str(mark))
+    with launch(ranks, rounds, fault, f"run.timeout={TIMEOUT_S}") as running:
         if silent:
             running.wait_for_rounds(2)
             suspended = running.pids()
@@ -295,8 +280,8 @@ def test_a_rank_that_stops_answering_is_named(
     assert len(lines) == 1
     assert lines[0].startswith(opening)
     assert "Traceback" not in printed
-    assert 2 <= completed_rounds(folder) < LONG_ROUNDS
-    resume(LONG_ROUNDS)
+    assert 2 <= completed_rounds(folder) < rounds
+    resume(rounds)
 
 
 # Memory
@@ -309,7 +294,7 @@ def test_a_run_out_of_memory_reports_it(
     folder = tmp_path / "run"
     fault = replace(IN_A_ROUND, kind=kind)
     child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], fault.inject)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == OUT_OF_MEMORY
+    assert exit_code(child) == OUT_OF_MEMORY
     printed = capfd.readouterr().err
     assert printed.startswith(
         f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks"
@@ -320,15 +305,16 @@ def test_a_run_out_of_memory_reports_it(
     resume(BRIEF_ROUNDS)
 
 
-def test_a_worker_out_of_memory_ends_all_ranks(launch: Launcher, tmp_path: Path, resume: Resume) -> None:
-    with launch(2, BRIEF_ROUNDS, Fault("no_memory_for_torch", "step", 20, rank=1)) as running:
-        printed = running.end()
-        assert running.process.returncode == OUT_OF_MEMORY
-        assert running.is_gone()
-    assert (
-        printed.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
-    )
-    assert "Traceback" not in printed
+def test_a_worker_out_of_memory_ends_all_ranks(
+    settings: list[str], tmp_path: Path, mpirun: Mpirun, resume: Resume
+) -> None:
+    fault = Fault("no_memory_for_torch", "step", 20, rank=1)
+    words = ["--quiet", "--out", tmp_path / "run", *settings, f"train.rounds={BRIEF_ROUNDS}"]
+    done = mpirun(2, *fault.words(), *words, check=False)
+    assert done.returncode == OUT_OF_MEMORY
+    line = f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks"
+    assert done.stderr.count(line) == 1
+    assert "Traceback" not in done.stderr
     assert completed_rounds(tmp_path / "run") > 0
     resume(BRIEF_ROUNDS)
 

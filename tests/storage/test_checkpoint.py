@@ -19,7 +19,7 @@ import torch
 import yaml
 from bits import round_of
 from mutations import sign
-from processes import forked
+from processes import exit_code, forked
 
 import hpcfl
 from hpcfl.errors import UserError
@@ -464,7 +464,7 @@ def test_a_kill_at_any_step_leaves_a_complete_checkpoint(tmp_path: Path, store: 
     store.save(snapshot_of(1))
     for step in itertools.count(1):
         saving = forked(functools.partial(save_and_die_at, tmp_path, step))
-        code = os.waitstatus_to_exitcode(os.waitpid(saving, 0)[1])
+        code = exit_code(saving)
         if code == 0:
             break
         assert code == -signal.SIGKILL

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from bits import differing, read_csv, refused, round_of, run_here, start_run, tiny_settings
 from mutations import sign
-from processes import REPOSITORY, Mpirun, run_tree
+from processes import REPOSITORY, Mpirun, exit_code, run_tree
 
 from hpcfl.errors import FINISHED, STORAGE_ERROR
 from hpcfl.main import main
@@ -115,11 +115,7 @@ def run_disturbed(folder: Path, settings: list[str], act: Callable[[], object]) 
 
         METHOD.train = disturbed  # type: ignore[method-assign, assignment]
 
-    return code_of(start_run(folder, settings, prepare))
-
-
-def code_of(process: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return exit_code(start_run(folder, settings, prepare))
 
 
 def names_of(folder: Path) -> set[str]:
@@ -167,7 +163,7 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
     settings: list[str], resume: Resume, small_disk: Path, mpirun: Mpirun
 ) -> None:
     folder = small_disk / "run"
-    ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False, anew=True)
+    ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False)
     assert ended.returncode == STORAGE_ERROR, ended.stderr
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("hpcfl: "))
     assert error == (
@@ -370,7 +366,7 @@ def test_a_checkpoint_is_not_written_to_a_folder_that_another_run_takes_over(
 
         checkpoint.write_snapshot = overtaken
 
-    assert code_of(start_run(folder, settings, prepare)) == STORAGE_ERROR
+    assert exit_code(start_run(folder, settings, prepare)) == STORAGE_ERROR
     assert the_error(capfd).startswith(f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run ")
     rounds = [round_of(folder / name) for name in (*CHECKPOINTS, "checkpoint.tmp.h5")]
     assert rounds == [2, 1, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -130,17 +131,15 @@ def test_a_finished_run_reports_it_and_is_not_changed(
 
 
 def test_a_lost_table_of_a_finished_run_is_rewritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the same bytes."""
-    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
-    assert main(words) == FINISHED
+    words = [*TINY, "--quiet", "--out", str(shutil.copytree(run(), tmp_path / "run"))]
     before = results(tmp_path / "run")
     for name in ("metrics.csv", "clients.csv", "bytes.csv"):
         (tmp_path / "run" / name).unlink()
     assert main(words) == FINISHED
     assert results(tmp_path / "run") == before
-    # both were quiet
     assert capsys.readouterr() == ("", "")
     assert f"mean accuracy, round {ROUNDS}" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -194,8 +193,9 @@ def test_another_version_of_torch_is_reported(capsys: pytest.CaptureFixture[str]
 def test_a_run_with_other_help_texts_is_not_resumed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_topics = ["data.source=topics", "data.clients=2", "model.name=textcnn", "method.name=local"]
-    words = [*of_topics, "train.local_epochs=1", "--quiet", "--out", str(tmp_path / "run")]
+    words = ["data.source=topics", "data.clients=2", "method.name=local", "train.local_epochs=1"]
+    words += ["model.name=textcnn", "model.embedding=2", "model.filters=1"]
+    words += ["--quiet", "--out", str(tmp_path / "run")]
     assert main([*words, "train.rounds=1"]) == FINISHED
     monkeypatch.setitem(topics, "assert", topics["assert"] + " ")
     # the text is too short to be a client
@@ -210,48 +210,20 @@ def test_a_run_with_other_help_texts_is_not_resumed(
 
 
 def test_a_folder_without_a_checkpoint_starts_at_round_0(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
-    assert main(words) == FINISHED
-    before = untimed(tmp_path / "run")
-    (tmp_path / "run" / "checkpoint.h5").unlink()
-    (tmp_path / "run" / "metrics.csv").write_text("round\nrubbish\n")
+    """With any configuration."""
+    folder = shutil.copytree(run(), tmp_path / "run")
+    (folder / "checkpoint.h5").unlink()
+    (folder / "metrics.csv").write_text("round\nrubbish\n")
     capsys.readouterr()
-    assert main(words) == FINISHED
+    assert main([*TINY, "--quiet", "--out", str(folder), "run.seed=5"]) == FINISHED
     assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err
-    assert untimed(tmp_path / "run") == before
-
-
-def test_a_folder_without_a_checkpoint_takes_another_configuration(tmp_path: Path) -> None:
-    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
-    assert main(words) == FINISHED
-    (tmp_path / "run" / "checkpoint.h5").unlink()
-    (tmp_path / "run" / "metrics.csv").unlink()
-    assert main([*words, "run.seed=5"]) == FINISHED
-    other = [*TINY, "--quiet", "--out", str(tmp_path / "other"), "run.seed=5"]
-    assert main(other) == FINISHED
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "other")
+    assert untimed(folder) == untimed(run("run.seed=5"))
 
 
 def test_a_run_is_not_resumed_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, random = tmp_path / "samples.npz", np.random.default_rng(0)
-    x, y = random.integers(0, 256, (200, 1, 8, 8), np.uint8), np.arange(200) % 4
-    words = ["data.source=npz", f"data.path={file}", "data.layout=NCHW", "data.clients=4", "model.name=mlp"]
-    words += ["train.local_epochs=1", "method.name=fedavg", "--quiet", "--out", str(tmp_path / "run")]
-    np.savez(file, x=x, y=y)
-    assert main([*words, "train.rounds=1"]) == FINISHED
-    np.savez(file, x=255 - x, y=y)
-    message = refused(capsys, *words, "train.rounds=2")
-    assert f"the data have changed since {tmp_path / 'run' / 'checkpoint.h5'} was written: bring" in message
-    np.savez(file, x=x, y=y)
-    assert main([*words, "train.rounds=2"]) == FINISHED
-
-
-def test_a_run_is_resumed_with_its_data_in_another_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As in the scratch folder of each job."""
+    """It is with its data in another place, as in the scratch folder of each job."""
     places, random = [tmp_path / "first.npz", tmp_path / "second.npz"], np.random.default_rng(0)
     words = ["data.source=npz", "data.layout=NCHW", "data.clients=4", "model.name=mlp", "method.name=fedavg"]
     words += ["train.local_epochs=1", "--quiet", "--out", str(tmp_path / "run")]
@@ -268,7 +240,8 @@ def test_a_run_is_resumed_with_its_data_in_another_place(
     assert {row["round"] for row in read_csv(tmp_path / "run" / "bytes.csv")} == {"1", "2"}
     capsys.readouterr()
     np.savez(places[0], x=random.integers(0, 256, (200, 1, 8, 8), np.uint8), y=np.arange(200) % 4)
-    assert "the data have changed since" in refused(capsys, *first, "train.rounds=3")
+    message = refused(capsys, *first, "train.rounds=3")
+    assert f"the data have changed since {tmp_path / 'run' / 'checkpoint.h5'} was written: bring" in message
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"] == before["data"]
 
 
