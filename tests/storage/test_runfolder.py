@@ -212,11 +212,17 @@ def test_a_run_with_other_help_texts_is_not_resumed(
 def test_a_folder_without_a_checkpoint_starts_at_round_0(
     run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With any configuration."""
+    """With any configuration; but not one whose figures say that it was finished."""
     folder = shutil.copytree(run(), tmp_path / "run")
     (folder / "checkpoint.h5").unlink()
+    before = untimed(folder)
+    message = refused(capsys, *TINY, "--out", folder)
+    assert (
+        "holds a finished run without its checkpoint, and to start over would delete its figures" in message
+    )
+    assert untimed(folder) == before
+    (folder / "clients.csv").unlink()
     (folder / "metrics.csv").write_text("round\nrubbish\n")
-    capsys.readouterr()
     assert main([*TINY, "--quiet", "--out", str(folder), "run.seed=5"]) == FINISHED
     assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err
     assert untimed(folder) == untimed(run("run.seed=5"))
