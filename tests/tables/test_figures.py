@@ -15,14 +15,8 @@ import yaml
 from bits import read_csv, write_csv
 
 from hpcfl.errors import FINISHED
-from hpcfl.formatting import half_width
 from hpcfl.main import main
-from hpcfl.results.statistics import (
-    interval,
-    mean_and_deviation,
-    paired_difference,
-    worst_tenth,
-)
+from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
@@ -218,13 +212,6 @@ def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
     assert (table.folder / "table.md").read_text().endswith(f"\n\n{note}\n")
     latex = note.replace("%", r"\%")
     assert f". {latex}}}\n\\label{{tab:two-3}}\n" in (table.folder / "table.tex").read_text()
-
-
-def test_an_interval_of_another_centre_is_shown_by_its_bounds() -> None:
-    """As after training, where seeds may have different numbers of clients."""
-    assert half_width(0.1, 0.05, digits=1, beside=0.1) == "± 5.0 *"
-    assert half_width(0.08, 0.05, digits=1, beside=0.1) == "[+3.0, +13.0] *"
-    assert half_width(0.1, math.nan, digits=1, beside=0.1) == "-"
 
 
 def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
@@ -472,10 +459,7 @@ def test_a_plan_for_a_gpu_needs_no_gpu(table: Table, capsys: pytest.CaptureFixtu
     words = ["--column", "easy", "--row", "alone", "data.per_client=40", "run.device=cuda", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "on this machine, which has no GPU although run.device=cuda expects one, for what is not finished"
-        in text
-    )
+    assert "which has no GPU although run.device=cuda expects one, for what is not finished" in text
 
 
 def test_a_plan_leaves_out_finished_cells(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
