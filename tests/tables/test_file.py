@@ -102,6 +102,16 @@ def test_settings_override_a_configuration_file_columns_override_both_and_rows_o
     assert "method.hypernetwork_lr" not in fedavg
 
 
+def test_the_command_line_cannot_change_what_a_row_or_a_column_sets(folder: Path) -> None:
+    path, column = folder / "paper.yaml", "column 1 (few)"
+    places = {"train.lr=1": "row 2 (fedavg)", "method.name=local": "row 1 (ours)", "data.clients=3": column}
+    for word, place in places.items():
+        with pytest.raises(UserError) as error:
+            Table(path, [word])
+        key = word.partition("=")[0]
+        assert str(error.value) == f"{word}: {path}, {place} sets {key}; leave it out, or change the file"
+
+
 def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
     table = Table(folder / "paper.yaml")
     kept = [flat(table, "ours", f"kept, k = {k}") for k in (0, 2)]
