@@ -43,6 +43,8 @@ def test_shares_and_intervals_are_in_points() -> None:
     assert half_width(0.02, 0.01, 1) == "± 1.0 *"
     assert half_width(-0.01, 0.02, 2) == "± 2.00"
     assert half_width(0.02, math.nan, 1) == "-"
+    # of another centre, as after training, where seeds may have different numbers of clients
+    assert [half_width(mean, 0.05, 1, beside=0.1) for mean in (0.1, 0.08)] == ["± 5.0 *", "[+3.0, +13.0] *"]
 
 
 def test_a_hint_names_the_most_similar_word() -> None:

@@ -25,10 +25,8 @@ def layout() -> ParameterLayout:
 def test_a_layout_is_contiguous_with_statistics_apart(layout: ParameterLayout) -> None:
     assert layout.size == 13_802 == sum(SIZES.values())
     assert layout.buffer_size == 2 * (16 + 32)
-    statistics = ("running_mean", "running_var")
-    assert [slot.name for slot in layout.buffers] == [
-        f"body.bn{n}.{one}" for n in (1, 2) for one in statistics
-    ]
+    statistics = [f"body.bn{n}.{name}" for n in (1, 2) for name in ("running_mean", "running_var")]
+    assert [slot.name for slot in layout.buffers] == statistics
     slots = layout.parameters
     assert [slot.start for slot in slots] == [0, *(slot.stop for slot in slots[:-1])]
     first, last = slots[0], slots[-1]

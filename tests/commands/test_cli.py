@@ -52,23 +52,10 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 MISTAKES = [
     (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
     (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
-    (["data.partition.name=sorted"], "allowed: " + ", ".join(PARTITIONS)),
-    (["model.name=vgg"], "allowed: " + ", ".join(MODELS)),
     (["data.per_client=1000"], "the data allows at most 172"),
-    (["data.partition.name=given"], "client, that of each sample); allowed: classes, "),
-    (
-        ["data.subset_fraction=0.5", "data.subset_per_class=9"],
-        "data.subset_fraction=0.5 needs data.subset_per_class=null; set that, or data.subset_fraction=null",
-    ),
-    (
-        ["data.partition.name=given", "data.subset_fraction=0.5"],
-        "data.subset_fraction=0.5 needs another data.partition.name than given",
-    ),
-    (
-        ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
-        "method.name=fedafk needs a feature extractor and a head, and model.name=mlp has no layers before",
-    ),
-    (["no_such_file.yaml"], "cannot read no_such_file.yaml"),
+    (["data.subset_fraction=0.5", "data.subset_per_class=9"], "=0.5 needs data.subset_per_class=null; set"),
+    (["data.partition.name=given", "data.subset_fraction=0.5"], "needs another data.partition.name than "),
+    (["method.name=fedafk", "model.name=mlp", "model.hidden=[]"], "and model.name=mlp has no layers before"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
     (["--out"], "argument --out: expected one argument"),
@@ -80,10 +67,6 @@ MISTAKES = [
     (["run.seed", "train.lr=0.1"], "run.seed has no value; write run.seed=VALUE"),
     (["--train.lr=0.1"], "arguments: --train.lr=0.1; keys have no dashes, write train.lr=0.1; see hpcfl run"),
     (["plan", "--train.lr", "0.1"], "keys have no dashes, write train.lr=VALUE; see hpcfl plan --help"),
-    (
-        ["plan", "data.clients=10000001"],
-        "data.clients=10000001 is invalid; allowed: null or an integer >= 1 and <= 10000000",
-    ),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["data", "fetch", "imagenet"], "allowed: mnist, fashionmnist, emnist, cifar10, cifar100"),
@@ -91,10 +74,8 @@ MISTAKES = [
     (["list", "methods"], "methods is not a list; type hpcfl list, or hpcfl list keys method.pf"),
     (["list", "fedavg"], "fedavg is not a list; type hpcfl list, or hpcfl list keys method.fedavg"),
     (["list", "keys", "lr"], "lr is not a key or a group of keys; did you mean train.lr?"),
-    (["list", "keys", "gpu"], "did you mean run.device?"),
     (["list", "keys", "pfedla"], "did you mean method.pfedla?"),
     (["list", "keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
-    (["list", "keys", "train.round"], "did you mean train.rounds?"),
     (["list", "keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
     (["watch", "none"], "none is not a run folder: No such file or directory: none/config.yaml; name one"),
     (["watch"], "the following arguments are required: RUN; see hpcfl watch --help"),
@@ -109,57 +90,28 @@ MISTAKES = [
         "--time 00:00:30 is shorter than the start of a job (10 s) and the 120 s before its end at which "
         "the run gets its stop signal; give --time 00:03:00 or more",
     ),
-    (
-        ["plan", "--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],
-        "method.order=chain trains a round's clients one after the other and needs a single worker",
-    ),
-    (
-        ["clients.sampling=power_of_choice", "clients.candidates=3", "data.clients=4"],
-        "clients.candidates=3 are too few for the 4 clients of a round; set clients.candidates=4 or",
-    ),
-    (
-        ["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"],
-        "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of each ",
-    ),
+    (["plan", "--ranks", "3", "method.name=fedmn", "method.order=chain"], "and needs a single worker"),
+    (["clients.sampling=power_of_choice", "clients.candidates=3"], "=3 are too few for the 10 clients of a"),
+    (["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"], "null does not go"),
     (["train.beta1=0.5"], "train.beta1=0.5 needs train.optimiser=adam or adamw; set that, or"),
     (["train.lr_decay_rounds=[3]"], "train.lr_decay_rounds=[3] needs train.lr_decay below 1; set that"),
     (["train.lr_end=0.01", "train.lr_decay=0.9"], "train.lr_end=0.01 needs train.lr_decay=1; set that, or"),
     (["train.lr_end=0.1"], "train.lr_end=0.1 needs a train.lr that is not below it; set that, or"),
-    (["train.label_smoothing=1"], "is invalid; allowed: null or a number >= 0 and < 1"),
-    (["train.augment=[turn]"], "is invalid; allowed: null or a list [VALUE,...], each VALUE crop, flip"),
-    (["train.clip=0"], "train.clip=0 is invalid; allowed: null or a number > 0"),
-    (["train.optimiser=yogi"], "train.optimiser=yogi is invalid; allowed: adam, adamw or null"),
     (["train.optimiser=adam", "train.momentum=0.5"], "train.momentum=0.5 does not go with "),
     (["train.patience=3"], "train.patience=3 needs data.val_fraction, such as 0.2"),
-    (["data.unseen_clients=1"], "data.unseen_clients=1 is invalid; "),
-    (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is invalid; "),
     (["data.unseen_clients=0.3", "data.clients=1"], "leaves none of 1 client to train; set data.clients=2"),
     (["train.unseen_epochs=3"], "needs data.unseen_clients; set that, or train.unseen_epochs=null"),
-    (
-        ["data.unseen_clients=0.3", "method.name=heurpfedla", "method.server=sharded"],
-        "data.unseen_clients does not go with method.server=sharded",
-    ),
+    (["data.unseen_clients=0.3", "method.name=heurpfedla", "method.server=sharded"], "go with method.server"),
     (
         ["data.unseen_clients=0.3", "data.clients=7", "method.name=fedfomo", "method.models=5"],
         "allowed: 0 to 4, as there are 5 clients",
     ),
     (["method.name=fedmn", "method.architecture=[2]"], "needs a layer of encoders and one of blocks"),
     (["method.name=fedmn", "method.architecture=[2,0]"], "method.architecture"),
-    (["method.name=fedmn", "method.widths=[8]"], "does not go with method.architecture=[2, 2, 2]"),
-    (["method.name=fedmn", "method.widths=[8,8,8]"], "allowed: 2 widths"),
-    (
-        ["method.name=fedmn", "method.pretrain_rounds=3", "train.rounds=3"],
-        "method.pretrain_rounds=3 leaves none of train.rounds=3",
-    ),
-    (
-        ["method.name=scaffold", "train.momentum=0.9"],
-        "train.momentum=0.9 does not go with method.name=scaffold, whose control variates are means of plain "
-        "gradients; allowed: 0.0",
-    ),
-    (
-        ["method.name=lg_fedavg", "method.global_layers=5"],
-        "method.global_layers=5 is more than the model's 4 layers (conv1, conv2, fc1, fc2); allowed: up to 4",
-    ),
+    (["method.name=fedmn", "method.widths=[8]"], "method.architecture=[2, 2, 2]; allowed: 2 widths"),
+    (["method.name=fedmn", "method.pretrain_rounds=3", "train.rounds=3"], "3 leaves none of train.rounds=3"),
+    (["method.name=scaffold", "train.momentum=0.9"], "variates are means of plain gradients; allowed: 0.0"),
+    (["method.name=lg_fedavg", "method.global_layers=5"], "4 layers (conv1, conv2, fc1, fc2); allowed: up"),
 ]
 COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
 """First words of commands that are no run."""
@@ -169,7 +121,9 @@ COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
 def test_a_mistake_is_reported_with_one_line_and_changes_no_file(
     words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert expected in refused(capsys, *words)
+    line = refused(capsys, *words)
+    assert expected in line
+    assert any(word.partition("=")[0] in line for word in words)
     assert list(tmp_path.iterdir()) == []
     if words[0] in COMMANDS:
         return
@@ -209,7 +163,6 @@ def test_all_spellings_of_a_command_are_the_same_run(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["method.name=fedavg"], "(method.name: pfedla there, fedavg here)"),
         (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
         (["train.rounds=1"], "(train.rounds: 2 there, 1 here)"),
     ],
@@ -374,9 +327,8 @@ def test_a_closed_output_prints_no_error_and_ends_no_run(
 
 
 def test_commands_are_quoted_for_the_shell() -> None:
-    assert command_line(["a.yaml", "data.normalise=[[0.5], [1]]"], 1) == (
-        "hpcfl a.yaml 'data.normalise=[[0.5], [1]]'"
-    )
+    quoted = "hpcfl a.yaml 'data.normalise=[[0.5], [1]]'"
+    assert command_line(["a.yaml", "data.normalise=[[0.5], [1]]"], 1) == quoted
 
 
 def test_a_terminal_shows_the_progress_and_the_result(tmp_path: Path) -> None:

@@ -83,9 +83,7 @@ def test_zsh_completes_on_tab(capsys: pytest.CaptureFixture[str]) -> None:
     path = script(capsys, "zsh")
     typed = {
         "compl": "completion",
-        "watch --on": "watch --once",
         "predict runs/x im": "predict runs/x images.npz",
-        "list --method rul": "list --method rule.py",
         "run train.last": "run train.last_batch=",
         "run train.last_batch=k": "run train.last_batch=keep",
         "run method.name=pfedme method.pu": "run method.name=pfedme method.pull=",

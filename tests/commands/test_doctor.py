@@ -128,10 +128,8 @@ def test_the_doctor_warns_of_a_file_system_without_locks(
     assert main(["doctor", "--out", str(tmp_path)]) == FINISHED
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("OK with warnings: ")
-    no_locks = (
-        f"{tmp_path}: file locks do not work for rank 0 on {socket.gethostname()}, so that a second run"
-    )
-    assert f"{no_locks} in a folder may not be refused" in last
+    where = f"{tmp_path}: file locks do not work for rank 0 on {socket.gethostname()}"
+    assert f"{where}, so that a second run in a folder may not be refused" in last
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,8 +213,6 @@ def test_the_doctor_warns_of_the_end_of_the_job(
         check_slurm(found)
     soon, unknown = found.warnings
     assert re.fullmatch(r"the job ends in (299|300) s: submit one with a longer --time", soon)
-    assert unknown.startswith(
-        "SLURM_JOB_END_TIME is not set, so that a run stops in time only if signalled: "
-    )
+    assert unknown.startswith("SLURM_JOB_END_TIME is not set, so that a run stops in time only if signalled")
     shown = r"SLURM: job 7, ends in (1:59:59|2:00:00)\nSLURM: job 7, ends in 0:0(4:59|5:00)\n"
     assert re.fullmatch(rf"{shown}SLURM: job 7, no end time\n", capsys.readouterr().out)

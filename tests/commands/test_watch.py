@@ -54,13 +54,21 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def watched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    """Return what `hpcfl watch` prints."""
-    capsys.readouterr()
-    assert main(["watch", *map(str, words)]) == FINISHED
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
+Watched = Callable[..., str]
+
+
+@pytest.fixture
+def watched(capsys: pytest.CaptureFixture[str]) -> Watched:
+    """Return a function that returns what `hpcfl watch` prints."""
+
+    def run(*words: str | Path) -> str:
+        capsys.readouterr()
+        assert main(["watch", *map(str, words)]) == FINISHED
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
 
 
 def figures(text: str) -> dict[str, str]:
@@ -69,12 +77,12 @@ def figures(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name}
 
 
-def test_watch_shows_a_running_and_then_killed_run(
-    in_progress: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
+def test_watch_shows_a_run_that_runs_and_is_killed(
+    in_progress: tuple[Path, int], finished: Path, watched: Watched
 ) -> None:
     folder, pid = in_progress
     before = Run(folder).done
-    shown = figures(watched(capsys, folder, "--once"))
+    shown = figures(watched(folder, "--once"))
     assert shown["run"] == str(folder)
     assert shown["what"] == "fedavg on npz, 7 clients, dirichlet partition, digits_cnn, seed 0"
     assert shown["state"].startswith(f"running, pid {pid} on ")
@@ -89,13 +97,13 @@ def test_watch_shows_a_running_and_then_killed_run(
     assert re.fullmatch(r"\d+ client steps/s, \S+ s a round", shown["speed"])
     assert re.fullmatch(r"(\d+ days?, )?\d+:\d\d:\d\d", shown["time left"])
     assert shown["log"].endswith(f"fedavg on npz, 7 clients, in {folder}")
-    header, first, second = watched(capsys, folder, finished).splitlines()
+    header, first, second = watched(folder, finished).splitlines()
     assert header.split() == ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
     assert re.match(r"a run +running ", first)
     assert second.split()[:3] == ["run", "finished", "3/3"]
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: Run(folder).status.state == "killed")
-    shown = figures(watched(capsys, folder))
+    shown = figures(watched(folder))
     assert shown["state"].startswith(f"killed or failed, pid {pid} on ")
     assert "time left" not in shown
 
@@ -144,10 +152,10 @@ def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
 
 
 def test_watch_shows_a_finished_run(
-    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a terminal it ends at once."""
-    shown = figures(watched(capsys, finished))
+    shown = figures(watched(finished))
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
     accuracy = Run(finished).metrics["accuracy_mean"][-1]
     assert shown["accuracy"] == f"{accuracy:.2%} (round 3)"
@@ -155,43 +163,36 @@ def test_watch_shows_a_finished_run(
     assert "time left" not in shown
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert "state       finished" in watched(capsys, finished)
+    assert "state       finished" in watched(finished)
 
 
-def test_watch_shows_the_runs_in_a_folder_of_runs(
-    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_watch_shows_the_runs_in_a_folder_of_runs(finished: Path, watched: Watched, tmp_path: Path) -> None:
     for name in ("all/a-s0", "all/a-s0.old1", "half/a-s0"):
         shutil.copytree(finished, tmp_path / name)
-    lines = watched(capsys, tmp_path).splitlines()[1:]
-    assert [line.split()[:3] for line in lines] == [
-        ["all/a-s0", "finished", "3/3"],
-        ["half/a-s0", "finished", "3/3"],
-    ]
-    assert figures(watched(capsys, tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
+    lines = watched(tmp_path).splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["all/a-s0", "half/a-s0"]
+    assert figures(watched(tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
 
 
-def test_watch_shows_no_accuracy_before_the_first_evaluation(
-    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_no_accuracy_is_shown_before_the_first_evaluation(
+    finished: Path, watched: Watched, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(finished / "config.yaml", folder)
-    shown = figures(watched(capsys, folder))
+    shown = figures(watched(folder))
     assert shown["accuracy"] == "no evaluation yet"
     assert shown["rounds"] == "0/3"
     assert shown["state"].startswith("stopped; ")
     assert "curve" not in shown
-    line = watched(capsys, folder, finished).splitlines()[1]
+    line = watched(folder, finished).splitlines()[1]
     assert line.split() == ["run", "stopped", "0/3", "-", "-"]
 
 
-def test_watch_shortens_only_names_in_a_line(
-    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_watch_shortens_only_names_in_a_line(finished: Path, watched: Watched, tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 20)
     shutil.copytree(finished, folder)
-    header, line, _ = watched(capsys, folder, finished).splitlines()
+    header, line, _ = watched(folder, finished).splitlines()
     assert max(len(header), len(line)) <= 80
     assert header.split() == ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
     name, *cells = line.split()

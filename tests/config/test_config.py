@@ -30,13 +30,6 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_the_default_run_is_pfedla_on_digits() -> None:
-    config = load_config(None, [])
-    assert (config.method.name, config.data.source) == ("pfedla", "digits")
-    assert (config.partition.name, config.model.name) == ("classes", "digits_cnn")
-    assert load_config(None, ["data.source=mnist"]).model.name == "lenet"
-
-
 def test_values_have_the_types_of_their_keys() -> None:
     words = ["train.lr=1e-3", "train.rounds=7", "model.batchnorm=true", "data.per_client=null", "data.seed="]
     words += ["data.normalise=[[0.5], [0.25]]", "data.root=~/sets", "method.hypernetwork_lr=1"]
@@ -66,11 +59,8 @@ def test_a_group_left_empty_in_yaml_has_its_defaults(tmp_path: Path) -> None:
 
 
 def test_another_method_or_partition_needs_only_its_name(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "a.yaml",
-        "method: {name: heurpfedla, k: 2, embedding: 7}\n"
-        "data: {partition: {name: dirichlet, beta: 0.1}}\ntrain: {rounds: 3}\n",
-    )
+    groups = "data: {partition: {name: dirichlet, beta: 0.1}}\ntrain: {rounds: 3}\n"
+    file = write(tmp_path / "a.yaml", f"method: {{name: heurpfedla, k: 2, embedding: 7}}\n{groups}")
     fedavg = load_config(file, ["method.name=fedavg", "data.partition.name=iid"])
     assert (fedavg.method.name, fedavg.partition.name, fedavg.train.rounds) == ("fedavg", "iid", 3)
     pfedla = load_config(file, ["method.name=pfedla", "method.hidden=9"]).method.options.model_dump()
@@ -168,6 +158,7 @@ def test_different_configurations_have_different_run_names() -> None:
 
 def test_names_of_configurations_are_the_recorded_ones() -> None:
     assert load_config(None, []).run_name() == "pfedla-digits-s0-eea85792"
+    assert load_config(None, ["data.source=mnist"]).model.name == "lenet"
 
 
 @pytest.mark.parametrize(
@@ -176,47 +167,36 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
         ("train.round=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("comm.keep=0.1", "comm.keep=0.1: this key is now comm.topk_ratio"),
         ("run.tensorboard=true", "run.tensorboard=true: this key is now run.tracker=tensorboard"),
-        ("rounds=3", "=3 is an unknown key; the nearest known one is train.rounds"),
         ("method.k=1", "an unknown key; the nearest known one is method.k of method.name=heurpfedla"),
         ("data.partition.beta=1", "known one is data.partition.beta of data.partition.name=dirichlet or "),
         ("data.partition.x=1", "; allowed: data.partition.name, data.partition.path, data.partition.cl"),
-        ("comm.bits=8", "comm.bits=8 is an unknown key; allowed: comm.codec, "),
         ("num_clients=20", "=20 is an unknown key; the nearest known one is data.clients; see hpcfl list"),
         ("data.partition.alpha=1 data.partition.name=dirichlet", "known one is data.partition.beta; see "),
         ("data.alpha=0.1", "known one is data.partition.beta of data.partition.name=dirichlet or"),
-        ("data.patition.beta=0.1", "data.patition.beta=0.1 is an unknown key; the nearest known one is data"),
         ("data.beta=0.1", "known one is data.partition.beta of data.partition.name=dirichlet or"),
         ("data.dataset=mnist", "the nearest known one is data.source; see hpcfl list keys data.source"),
-        ("run.gpu=0", "the nearest known one is run.device; see"),
         ("global_rounds=9", "the nearest known one is train.rounds; see"),
         ("mu=1", "=1 is an unknown key; the nearest known one is method.mu of method.name="),
         ("train.rounds=abc", "=abc is invalid; allowed: an integer >= 1 (default: 30)"),
         ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
-        ("method.name=FedMN", "=FedMN is unknown; allowed:"),
         ("method.name=pfedl", "did you mean pfedla?"),
         ("train.lr=.inf", "=inf is invalid; allowed: a number > 0 (default: 0.05)"),
         ("train.lr=-1 method.name=fedem", "(default: 0.15)"),
         ("data.layout=HWC", "=HWC is invalid; allowed: NHWC, NCHW, NCL, NLC or null (default: null)"),
-        ("method.weights=max", "=max is invalid; allowed: softmax, relu"),
         ("method=fedavg", "=fedavg is invalid: method is a group of keys, such as method.name; see"),
         ("train=3 train.rounds=3", "train is set to 3 and cannot hold keys"),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         ("comm.topk_ratio=0.1", "=0.1 needs comm.codec=topk; set that, or comm"),
         ("comm.directions=up", "=up needs comm.codec=float16 or int8 or topk; set that, or"),
-        ("comm.directions=down comm.codec=topk", "=down needs comm.codec=float16 or int8; set that, or"),
         ("comm.directions=both comm.codec=topk", "=both needs comm.codec=float16 or int8; set that, or"),
+        ("comm.directions=down comm.codec=topk", "=down needs comm.codec=float16 or int8; set that, or"),
         ("data.path=a.npz", " needs data.source=npz or csv or domains or femnist or pfllib; set that, or"),
-        ("clients.sampling=loss", "=loss is invalid; allowed: size, power_of_choice or null"),
         ("clients.candidates=4", "=4 needs clients.sampling=power_of_choice; set that, or clients.cand"),
-        ("clients.drop_rate=1", "=1 is invalid; allowed: null or a number >= 0 and < 1"),
         ("clients.deadline_s=3", "=3.0 needs clients.step_s; set that, or"),
         ("clients.slowness=1", "=1.0 needs clients.step_s; set that, or"),
         ("clients.local_epochs=[3,1]", "=[3, 1] is invalid; allowed: [least, most] with"),
         ("clients.local_epochs=[2]", "=[2] is invalid; allowed: [least, most] with"),
-        ("clients.local_epochs=2", "=2 is invalid; allowed: null or a list [VALUE,...], each"),
-        ("clients.batch_size=[1]", "=[1] is invalid; allowed: null or a list [VALUE,...], each"),
-        ("data.label_noise=2", "=2 is invalid; allowed: null or a number >= 0 and <= 1"),
         ("data.label_noise_clients=0.5", "=0.5 needs data.label_noise; set that, or data.label_noise_cl"),
     ],
 )
@@ -287,9 +267,7 @@ def test_a_file_that_is_no_configuration_is_refused_with_advice(tmp_path: Path) 
         ("data: {partition.name: iid}", "data: {partition: {name: iid}}"),
     ],
 )
-def test_a_key_with_dots_is_refused_with_the_way_to_write_it(
-    tmp_path: Path, text: str, expected: str
-) -> None:
+def test_a_key_with_dots_is_refused_with_how_to_write_it(tmp_path: Path, text: str, expected: str) -> None:
     message = refusal(write(tmp_path / "dots.yaml", text))
     assert message.endswith(f" has a dot, which is for the command line; in a YAML file write {expected}")
     write(tmp_path / "dots.yaml", expected)
@@ -299,10 +277,8 @@ def test_a_key_with_dots_is_refused_with_the_way_to_write_it(
 def test_differences_name_the_keys_with_both_values() -> None:
     old = load_config(None, ["train.lr=0.1", "data.root=a", "run.checkpoint_every=3"]).tree()
     new = load_config(None, ["data.root=b", "train.buffers=local"]).tree()
-    assert differences(old, new) == [
-        "train.lr: 0.1 there, 0.05 here",
-        "train.buffers: null there, local here",
-    ]
+    expected = ["train.lr: 0.1 there, 0.05 here", "train.buffers: null there, local here"]
+    assert differences(old, new) == expected
     assert differences(old, old) == []
 
 

@@ -76,7 +76,6 @@ def test_classes_may_be_numbers(tmp_path: Path) -> None:
 def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> None:
     keys = "target=kind client_column=town partition.name=given categorical=[job]"
     arrays = read(table(tmp_path, TABLE), keys)
-    assert arrays.owner is not None
     assert arrays.owner.tolist() == [0, 1, 1, 2]
     assert arrays.x[:, 0].tolist() == [40, 30, 50, 20]
     assert arrays.sample == SampleType((6,))
@@ -133,18 +132,13 @@ MANY = ",".join(f"c{number}" for number in range(12))
         (TABLE.replace(",", ";"), "target=kind", "allowed: age;job;hours;works;kind;town"),
         (TABLE, "target=kind categorical=[jobs]", "data.categorical: unknown column jobs; allowed: "),
         (TABLE, "target=kind categorical=[kind]", "names kind, and so does data.target; name it once"),
-        (
-            TABLE,
-            "target=kind client_column=who partition.name=given",
-            "data.client_column: unknown column who; allo",
-        ),
+        (TABLE, "target=kind client_column=who partition.name=given", "client_column: unknown column who;"),
         (TABLE, "target=kind", "column job is not of numbers, with 'nurse'; list it in data.categorical to"),
         ("a,y\n1,0\n?,1\n2,0\n3,1\n", "target=y", "column a is not of numbers, with '?'; list it"),
         ("a,y\n1,0\n2,0\n", "target=y", "has one value, 0, in all rows; it needs two or more"),
         ("a,y\n1,0.5\n2,1.5\n3,7\n", "target=y", "data.target=y has 3 values in 3 rows; each value is a c"),
         ("y\n1\n2\n1\n2\n", "target=y", "has no columns but y; it needs features"),
         ("a,y\n1,0\n1e39,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite in float32"),
-        ("a,y\n1,0\ninf,1\n2,0\n3,1\n", "target=y", "column a holds values that are not finite"),
         ("a,y\n", "target=y", "has no rows below the names of its columns"),
         ("a,y\n,0\n1,\n", "target=y missing=drop", "data.missing=drop leaves none of 2 rows"),
         ("a,a,y\n1,2,0\n", "target=y", "two columns have the name a; rename one"),
@@ -167,7 +161,6 @@ def test_unfit_tables_are_refused(text: str | bytes, keys: str, expected: str, t
         ("source=digits path=null", "data.target=kind needs data.source=csv; set that, or data.target=null"),
         ("client_column=town", "data.client_column=town needs data.partition.name=given; set that, or data."),
         ("partition.name=given", "data.partition.name=given with data.source=csv needs data.client_column=C"),
-        ("missing=zero", "data.missing=zero is invalid; allowed: mean, "),
     ],
 )
 def test_keys_that_would_have_no_effect_are_refused(keys: str, expected: str, tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ def read(path: str | Path, image_size: int | None = None, layout: str | None = N
 def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:
     arrays = read(npz_folder(tmp_path))
     assert arrays.domains == ("a", "b", "c")
-    assert arrays.owner is not None
     assert np.bincount(arrays.owner).tolist() == [30, 40, 50]
     assert (arrays.x.reshape(120, -1) == 10 * (arrays.owner[:, None] + 1)).all()
     assert (arrays.x.dtype, arrays.num_classes, arrays.scale, arrays.mean) == (np.uint8, 2, 255, (0.5,))
@@ -67,7 +66,6 @@ def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path)
     (tmp_path / ".hidden").mkdir()
     arrays = read(tmp_path)
     assert arrays.domains == ("art", "photo")
-    assert arrays.owner is not None
     assert (arrays.owner.tolist(), arrays.y.tolist()) == ([0, 1, 1, 1], [1, 0, 0, 1])
     assert arrays.x.shape == (4, 3, 2, 2)
     assert arrays.x[0].tolist() == [[[7, 8], [9, 10]]] * 3
@@ -95,7 +93,6 @@ def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path:
     config = load_config(None, [*words, *[f"data.partition.{option}"] * bool(option)])
     assert config.data.clients == 10
     arrays, parts = load_data(config)
-    assert arrays.owner is not None
     for client, part in enumerate(parts):
         for samples in (part.train, part.test):
             assert len(samples)

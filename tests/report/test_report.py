@@ -27,11 +27,8 @@ TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.r
 
 def data_of(page: Path) -> Any:
     """Return the block of data of a page."""
-    found = re.search(
-        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
-    )
-    assert found is not None
-    return json.loads(found[1])
+    block = r'<script type="application/json" id="data">(.*?)</script>'
+    return json.loads(re.search(block, page.read_text(), re.DOTALL)[1])
 
 
 def reported(out: Path, *folders: Path) -> Any:
@@ -106,11 +103,9 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
     texts, remarks = headline(run, "text"), headline(run, "remark")
     # 0.9 times 0.6, 0.73, 0.87 and 1
-    assert (texts["Mean accuracy"], remarks["Mean accuracy"]) == (
-        "72.00 %",
-        "mean over 4 clients in training",
-    )
-    assert (texts["Worst tenth"], texts["Unseen clients"]) == ("54.00 %", "30.00 %")
+    shown = [texts[name] for name in ("Mean accuracy", "Worst tenth", "Unseen clients")]
+    assert shown == ["72.00 %", "54.00 %", "30.00 %"]
+    assert remarks["Mean accuracy"] == "mean over 4 clients in training"
     assert remarks["Unseen clients"] == "mean over 2 clients with no part in training, spread 5.00 %"
     assert (run["numUnseen"], run["clients"]["accuracy"][4:]) == (2, [0.25, 0.35])
     assert run["classes"]["shape"] == [6, 6]
@@ -205,17 +200,15 @@ def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest
     assert "has no evaluation yet" in refused(capsys, "report", folder)
     (folder / "metrics.csv").write_text(text)
     other = make_run(tmp_path / "other", rising(2, 3), ["run.eval_split=val", "data.val_fraction=0.2"])
-    assert "run.eval_split differs (test in pfedla (one), val in pfedla (other))" in refused(
-        capsys, "report", folder, other
-    )
+    line = refused(capsys, "report", folder, other)
+    assert "run.eval_split differs (test in pfedla (one), val in pfedla (other))" in line
     assert "cannot write" in refused(capsys, "report", folder, "--out", tmp_path / "no" / "page.html")
     assert "RUN" in refused(capsys, "report")
     # no file of a run is written over, and nothing is left behind
     clients = (folder / "clients.csv").read_bytes()
-    assert "does not end in .html; name a page, such as" in refused(
-        capsys, "report", folder, "--out", folder / "clients.csv"
-    )
-    assert f"such as {folder}/report.html" in refused(capsys, "report", folder, "--out", folder)
+    for out, page in ((folder / "clients.csv", "clients.html"), (folder, "report.html")):
+        line = refused(capsys, "report", folder, "--out", out)
+        assert f"does not end in .html; name a page, such as {folder}/{page}" in line
     (tmp_path / "folder.html").mkdir()
     before = sorted(tmp_path.rglob("*"))
     assert "cannot write" in refused(capsys, "report", folder, "--out", tmp_path / "folder.html")
@@ -273,12 +266,8 @@ def test_a_picture_with_wrong_axes_loses_only_the_page(
 
 
 def test_axes_that_do_not_match_the_values_are_refused() -> None:
-    for axes, shape in {
-        "client layer": (4,),
-        "client": (4, 4),
-        "client client": (4, 3),
-        "client branch layer": (4, 2, 3),
-    }.items():
+    wrong = {"client": (4, 4), "client client": (4, 3), "client branch layer": (4, 2, 3)}
+    for axes, shape in wrong.items():
         with pytest.raises(UserError, match=r"Diagnostic\('a'\)"):
             Recorded(Diagnostic("a", tuple(axes.split()), "", ""), np.zeros((2, *shape)), np.arange(2))
 
@@ -338,11 +327,9 @@ def test_thinning_keeps_both_ends_and_even_distances() -> None:
 
 
 def test_the_wheel_has_all_files_of_the_page() -> None:
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "package-data"
-    ]
+    tools = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]
     there = {path.name for path in (REPOSITORY / "hpcfl" / "report").iterdir() if path.suffix != ".py"}
-    assert set(declared["hpcfl.report"]) == there - {"__pycache__"}
+    assert set(tools["setuptools"]["package-data"]["hpcfl.report"]) == there - {"__pycache__"}
 
 
 def test_a_name_cannot_end_the_block_of_data(tmp_path: Path) -> None:
@@ -383,6 +370,5 @@ def test_the_page_shows_lost_clients_and_the_simulated_clock(tmp_path: Path) -> 
     assert runs[0]["curves"]["simulated"] == [2, 4, 6]
     assert "simulated" not in runs[1]["curves"]
     assert runs[0]["clients"]["lost"] == [0, 3, 0, 0, 3, 0]
-    assert not {"Simulated time", "Lost"} & {
-        *headline(reported(tmp_path / "none.html", none)["runs"][0], "text")
-    }
+    (alone,) = reported(tmp_path / "none.html", none)["runs"]
+    assert not {"Simulated time", "Lost"} & headline(alone, "text").keys()

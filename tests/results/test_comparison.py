@@ -91,17 +91,10 @@ def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path, key: st
 
 def test_runs_of_other_samples_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path / "A")
-    for number, (settings, why) in enumerate(
-        [
-            (["run.seed=1"], "data.seed: 0 there, 1 here"),
-            (["data.seed=2"], "data.seed: 0 there, 2 here"),
-            (["data.partition.classes_per_client=2"], "data.partition.classes_per_client: 4 there, 2 here"),
-            (["data.clients=3"], "data.clients: 4 there, 3 here"),
-            (["data.test_fraction=0.5"], "data.test_fraction: 0.3 there, 0.5 here"),
-        ]
-    ):
-        made(tmp_path / f"B{number}", *settings)
-        line = refused(capsys, "compare", tmp_path / "A", tmp_path / f"B{number}")
+    keys = {"run.seed=1": "data.seed: 0 there, 1 here", "data.clients=3": "data.clients: 4 there, 3 here"}
+    for key, why in keys.items():
+        made(tmp_path / key, key)
+        line = refused(capsys, "compare", tmp_path / "A", tmp_path / key)
         assert f"cannot be compared: their clients have other samples ({why})" in line
 
 

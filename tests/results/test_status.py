@@ -38,7 +38,6 @@ def folder(tmp_path: Path) -> Path:
         (f"{HEADER}\n", []),
         (f"{HEADER}\n{row(1)}\n", [1]),
         (f"{HEADER}\n{row(1)}\n{row(2)}", [1]),
-        (f"{HEADER}\n{row(1)}\n{row(2)[:5]}", [1]),
     ],
 )
 def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[int]) -> None:

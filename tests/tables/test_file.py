@@ -78,9 +78,8 @@ def test_cells_are_columns_by_rows_by_seeds(folder: Path) -> None:
     assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
     names = ["ours, few", "fedavg, few", "local, few", "ours, many", "fedavg, many"]
     names += ["ours, kept, k = 0", "ours, kept, k = 2"]
-    assert [(cell.name, cell.seed) for cell in table.cells] == [
-        (name, seed) for seed in (3, 5) for name in names
-    ]
+    by_seed = [(name, seed) for seed in (3, 5) for name in names]
+    assert [(cell.name, cell.seed) for cell in table.cells] == by_seed
     assert table.cells[4].folder == Path("runs/paper/many/fedavg-s3")
     assert table.cells[-1].folder == Path("runs/paper/kept-k-2/ours-s5")
     expected = ("A paper's table", "table 1", "small: 5 of 50 clients")
@@ -101,6 +100,16 @@ def test_settings_override_a_configuration_file_columns_override_both_and_rows_o
     assert (ours["data.clients"], fedavg["data.clients"]) == (8, 8)
     assert {flat(table, "ours", column)["train.momentum"] for column in table.columns} == {0.5}
     assert "method.hypernetwork_lr" not in fedavg
+
+
+def test_the_command_line_cannot_change_what_a_row_or_a_column_sets(folder: Path) -> None:
+    path, column = folder / "paper.yaml", "column 1 (few)"
+    places = {"train.lr=1": "row 2 (fedavg)", "method.name=local": "row 1 (ours)", "data.clients=3": column}
+    for word, place in places.items():
+        with pytest.raises(UserError) as error:
+            Table(path, [word])
+        key = word.partition("=")[0]
+        assert str(error.value) == f"{word}: {path}, {place} sets {key}; leave it out, or change the file"
 
 
 def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
@@ -159,9 +168,7 @@ def test_the_label_of_a_row_is_its_method_even_of_one_that_is_extended(folder: P
     assert flat(Table(other), "fedprox", "")["train.lr"] == 0.2
 
 
-def test_published_numbers_follow_the_order_of_the_columns(
-    folder: Path,
-) -> None:
+def test_published_numbers_follow_the_order_of_the_columns(folder: Path) -> None:
     path = folder / "one.yaml"
     path.write_text("title: t\nseeds: [0]\nrows: [{method: {name: local}, published: 59}]\n")
     assert Table(path).rows[0].published == {"": 59.0}
@@ -236,17 +243,8 @@ def test_cells_are_chosen_by_labels_or_parts_of_them(folder: Path) -> None:
 def test_labels_that_choose_no_cell_or_several_are_refused(folder: Path) -> None:
     path = folder / "paper.yaml"
     for columns, rows, expected in (
-        (
-            ["lots"],
-            [],
-            "--column lots is unknown; allowed: few | many | kept, k = 0 | kept, k = 2",
-        ),
-        (
-            ["few", "kept"],
-            [],
-            "--column kept matches 2 labels: kept, k = 0 | kept, k = 2; give the whole label",
-        ),
-        ([], ["a"], "--row a matches 2 labels: fedavg | local; give the whole label"),
+        (["lots"], [], "--column lots is unknown; allowed: few | many | kept, k = 0 | kept, k = 2"),
+        (["few"], ["a"], "--row a matches 2 labels: fedavg | local; give the whole label"),
         (["many"], ["local"], f"{path}: the chosen rows have no cell in the chosen columns; choose others"),
     ):
         with pytest.raises(UserError) as error:
@@ -275,11 +273,9 @@ def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(f
 def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
     (folder / "paper.yaml").write_text(TWO_SOURCES)
     for choice in ({}, {"in_columns": ["few", "many"]}, {"in_rows": ["ours"]}):
-        message = refused(folder / "paper.yaml", ["data.source=digits"], **choice)
-        assert message == (
-            ": data.source on the command line would replace cifar10, fashionmnist in all columns; choose "
-            "columns of one of them with --column LABEL"
-        )
+        start, end = refused(folder / "paper.yaml", ["data.source=digits"], **choice).split("; ")
+        assert start == ": data.source on the command line would replace cifar10, fashionmnist in all columns"
+        assert end == "choose columns of one of them with --column LABEL"
     Table(folder / "paper.yaml", ["data.source=digits"], in_columns=["few", "k = 0"])
     (folder / "paper.yaml").write_text(PAPER)
     table = Table(folder / "paper.yaml", ["data.source=digits"])
@@ -287,43 +283,23 @@ def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
 
 
 NUMBERS = "published: {few: 61.43, many: 73}"
+NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you mean few?"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (
-            "published: {few:",
-            "published: {fev:",
-            ", row 1 (ours): published: unknown column fev; allowed: few | many | kept, k = 0 | "
-            "kept, k = 2; did you mean few?",
-        ),
+        ("published: {few:", "published: {fev:", f", row 1 (ours): published: unknown {NEAR_FEW}"),
         (NUMBERS, "published: {null: 61}", ", row 1 (ours): published: unknown column None; allowed: "),
         ("without: [many,", "without: [lots,", ", row 3 (local): without: unknown column lots; allowed: "),
         (NUMBERS, "published_bytes: {few: -1}", ", row 1 (ours), published_bytes: it must be numbers from 0"),
-        (
-            NUMBERS,
-            "published_bytes: {fex: 1}",
-            ", row 1 (ours): published_bytes: unknown column fex; allowed: ",
-        ),
         (NUMBERS, "published: 61.43", ", row 1 (ours): published: 1 given for 4 columns; give one a column,"),
-        ("61.43", "-61.43", ", row 1 (ours), published: it must be numbers from 0 on, one for"),
-        (NUMBERS, "published: [61.43, null, 73]", ", row 1 (ours): published: 3 given for 4 columns;"),
         ("label: few, ", "", ", column 1: label is missing"),
         ("label: many", "label: few", ", column 2 (few): another column is called"),
-        (
-            "  - {label: many,",
-            "  - {label: MANY, train: {lr: 7}}\n  - {label: many,",
-            ", row 1 (ours), column many, seed 3: ours, MANY makes the same folder; give it another label",
-        ),
-        ("few, data", "few, date", ", column 1 (few): date is an unknown key; allowed: method, data,"),
         ("train: {rounds: 20, lr", "{train.lr", ", settings: train.lr has a dot, which is for the command"),
         ("{clients: 8}", "{client: 8}", ", row 1 (ours), column many: data.client=8 is an unknown key"),
-        ("values: [0, 2]", "values: [0, 0]", ", column 3 (kept): another column is"),
-        ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is invalid"),
         ("[0, 2]", "[{k: 1}]", ", column 3 (kept), sweep, value 1: it must be a number, true, false, text"),
         ("method.k, ", "train.k, ", ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key"),
-        ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
         ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep and columns exclude each other"),
         ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: unknown row mean; allowed: "),
         ("[ours, fedavg]", "[ours]", ": compare 1=['ours'] is invalid"),
@@ -331,25 +307,13 @@ NUMBERS = "published: {few: 61.43, many: 73}"
         ("columns: [few]", "columns: [many]", ", compare ours with local: its columns need a cell of both"),
         ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
-        ("columns: [few]", "at: soon", ", compare 2: at='soon' is invalid: it must be 'after_download'"),
+        ("train: {lr: 0.2}", "data: 5", ", row 2 (fedavg), column few: data=5 "),
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
         ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be a group of keys"),
-        (
-            "settings:",
-            "settings:\n  method: {kk: 1}",
-            ", settings: method.kk is a key of no row there; did you",
-        ),
-        (
-            "label: many",
-            "method: {kk: 1}, label: many",
-            ", column 2 (many): method.kk is a key of no row there",
-        ),
-        (
-            "heurpfedla}",
-            "heurpfedla, k: 1}",
-            ", row 1 (ours) sets method.k, as does column kept, k = 2;",
-        ),
+        ("settings:", "settings:\n  method: {kk: 1}", ", settings: method.kk is a key of no row there; did"),
+        ("label: many", "method: {kk: 1}, label: many", ", column 2 (many): method.kk is a key of no row "),
+        ("heurpfedla}", "heurpfedla, k: 1}", ", row 1 (ours) sets method.k, as does column kept, k = 2;"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
     ],
 )
@@ -357,13 +321,9 @@ def test_a_mistake_is_reported_with_its_position(folder: Path, old: str, new: st
     assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    "table",
-    ["rows: [data: 5]", "rows: [{}]\nsettings: {data: 5}", "rows: [{}]\nsweep: {key: data, values: [5]}"],
-)
-def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
+def test_a_sweep_cannot_replace_a_group_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "one.yaml"
-    path.write_text(f"title: t\nseeds: [0]\n{table}\n")
+    path.write_text("title: t\nseeds: [0]\nrows: [{}]\nsweep: {key: data, values: [5]}\n")
     assert "data=5 " in refused(path)
 
 
@@ -373,11 +333,6 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
         ('"kept, k = 2"', "lots", ": unknown column lots; allowed: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": unknown row locale; allowed: ours |"),
         ("paper.yaml", "small.yaml", ": extends=small.yaml leads back to this file"),
-        (
-            "method: {hyp",
-            "published: {many: 3}, method: {hyp",
-            ", row 2 (ours): published: unknown column many; ",
-        ),
     ],
 )
 def test_a_mistake_in_a_file_that_extends_another_is_reported(
@@ -400,8 +355,6 @@ def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.Captu
     table = Table(path)
     assert table.columns == ["many", "lr = 0.1", "lr = 0.2"]
     assert len(table.cells) == 5
-    assert [(pair.columns, pair.at) for pair in table.compare] == [
-        (["many", "lr = 0.1"], None),
-        (["many"], "after_training"),
-    ]
+    pairs = [(pair.columns, pair.at) for pair in table.compare]
+    assert pairs == [(["many", "lr = 0.1"], None), (["many"], "after_training")]
     assert [row.tuned for row in table.rows] == ["train.lr of 0.1 and 0.2", None]
