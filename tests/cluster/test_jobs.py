@@ -24,7 +24,7 @@ title: A table with a cell that fails
 seeds: [0]
 rows:
   - {label: broken, method: {path: %s, fails: true}}
-  - {method: {name: fedavg}}
+  - {label: waits, method: {path: %s}}
   - {method: {name: local}}
   - {method: {name: ditto}}
 """
@@ -179,24 +179,21 @@ def test_a_plain_srun_is_refused_with_the_correct_command(
 
 
 def test_an_array_finishes_all_cells_but_the_one_that_fails(
-    slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
+    slurm: Slurm, gated: list[str], gates: Gates, uninterrupted: Path, tmp_path: Path
 ) -> None:
+    """Also where a task is requeued: of the last one, the job number is that of the whole array."""
     *settings, own_method = gated
     path = tmp_path / "table.yaml"
     method = own_method.partition("=")[2]
-    path.write_text(TABLE % method)
+    path.write_text(TABLE % (method, method))
     out = tmp_path / "out"
     words = ["jobs/table.sbatch", path, *settings, "--own-code", method, "--out", out]
     gates.close(0)
     array = slurm.submit("--array=1-2", "--ntasks=1", *words, **gates.env)
     broken, whole = array.task(1), array.task(2)
-    for task in (broken, whole):
-        task.until(lambda task=task: "cell " in task.output, "a cell")
-    gates.wait(0, broken)
-    # the job number of the last task is that of the whole array
+    whole.until(lambda: "cell 2/4: waits seed 0" in whole.output, "its first cell")
     slurm.call("scancel", "--signal=USR1", "--batch", whole.number)
-    whole.until(lambda: "is requeued" in whole.output, "the requeue")
-    assert broken.state == "RUNNING"
+    gates.wait_for_signal(whole)
     gates.open(0)
     for task in (broken, whole):
         task.wait()
@@ -205,9 +202,10 @@ def test_an_array_finishes_all_cells_but_the_one_that_fails(
     assert broken.output.count("RuntimeError: a mistake of one's own") == 2
     assert "a fault (exit code 1); continuing with the other cells" in broken.output
     missing = {row["label"]: row["missing_seeds"] for row in read_csv(out / "table.csv")}
-    assert missing == {"broken": "1", "fedavg": "0", "local": "0", "ditto": "0"}
+    assert missing == {"broken": "1", "waits": "0", "local": "0", "ditto": "0"}
     assert f"  broken seed 0, in {out / 'broken-s0'}\n" in whole.output
-    for name in ("fedavg", "local", "ditto"):
+    assert not differing(uninterrupted, out / "waits-s0")
+    for name in ("local", "ditto"):
         assert run_here(tmp_path / name, [*settings, f"method.name={name}"]) == FINISHED
         assert not differing(tmp_path / name, out / f"{name}-s0")
         log = (out / f"{name}-s0" / "log.txt").read_text()

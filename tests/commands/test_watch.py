@@ -171,6 +171,8 @@ def test_watch_shows_the_runs_in_a_folder_of_runs(finished: Path, watched: Watch
         shutil.copytree(finished, tmp_path / name)
     lines = watched(tmp_path).splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["all/a-s0", "half/a-s0"]
+    of_two = watched(tmp_path / "all", tmp_path / "half").splitlines()[1:]
+    assert [line.split()[0] for line in of_two] == ["all/a-s0", "half/a-s0"]
     assert figures(watched(tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
 
 

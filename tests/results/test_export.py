@@ -308,6 +308,15 @@ def test_an_unfinished_run_has_no_personalised_models(
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
+def test_a_finished_run_without_its_checkpoint_says_what_to_copy(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(place.run("fedavg").path, tmp_path / "run")
+    (folder / "checkpoint.h5").unlink()
+    line = refused(capsys, "export", folder, "--client", "0", "--out", tmp_path / "out")
+    assert f"{folder} has no checkpoint.h5, which has the models; copy it from where the run was made" in line
+
+
 def test_damaged_files_are_named_with_their_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
