@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +77,7 @@ def run(
         config = run_collectively(world, lambda: _config(settings, method, dataset, own_code))
         stop = StopFlag()
         at_exit.callback(stop.restore)
-        at_exit.enter_context(_torch_of_a_new_process())
+        at_exit.enter_context(_libraries_of_a_new_process())
         folder = Path("runs") / config.run_name() if out is None else Path(out).expanduser()
         run_in_folder(config, folder, world, stop, "hpcfl.run(...)", fresh=fresh, quiet=quiet)
         if stop.is_interrupted and world.size == 1:
@@ -85,10 +86,12 @@ def run(
 
 
 @contextmanager
-def _torch_of_a_new_process() -> Iterator[None]:
-    """Give a run torch's own defaults, and the caller theirs back."""
+def _libraries_of_a_new_process() -> Iterator[None]:
+    """Give a run torch's own defaults, and the caller theirs back, and NumPy's and Python's generators."""
     device = torch.get_default_device()
     with ExitStack() as at_exit:
+        at_exit.callback(np.random.set_state, np.random.get_state())
+        at_exit.callback(random.setstate, random.getstate())
         at_exit.callback(torch.set_num_threads, torch.get_num_threads())
         at_exit.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)

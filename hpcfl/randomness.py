@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,23 +37,21 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> to
 @contextmanager
 def seeded_generators(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
     """Give the own generators of torch (on the CPU), NumPy and Python one stream inside the block; after it,
-    they are where they were before."""
+    torch's is where it was before."""
     number = stream_seed(seed, purpose, round, client)
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    # to save and restore these two would take longer than many a hook
+    np.random.seed(number % 2**32)
+    random.seed(number)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(number)
-        np.random.seed(number % 2**32)
-        random.seed(number)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
+        yield
 
 
 def generator_states() -> tuple[bytes, bytes, object]:
     """Return where the own generators of torch (on the CPU), NumPy and Python are, to compare."""
-    return torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    numpy_bytes = of_numpy["key"].tobytes() + of_numpy["pos"].to_bytes(2, "little")
+    return torch.get_rng_state().numpy().tobytes(), numpy_bytes, random.getstate()
 
 
 def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:

@@ -27,6 +27,7 @@ from hpcfl.main import main
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
+from hpcfl.randomness import generator_states
 from hpcfl.results.run import Run, load_run
 from hpcfl.training.client_group import ClientGroup
 
@@ -101,12 +102,14 @@ def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(tmp_path: P
     plain = run(method="fedavg", out=tmp_path / "plain")
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
+    before = generator_states()
     try:
         with torch.inference_mode():
             set_before = run(method="fedavg", out=tmp_path / "set")
             assert torch.is_inference_mode_enabled()
         assert torch.get_default_dtype() == torch.float64
         assert torch.get_default_device().type == "meta"
+        assert generator_states() == before
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
