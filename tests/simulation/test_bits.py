@@ -116,7 +116,8 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def settings(digits: Path) -> list[str]:
-    return [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2", "run.eval_every=2", "run.metrics=true"]
+    tiny = [*tiny_settings(digits), *MEETS_ALL_SOON, "data.subset_per_class=10"]
+    return [*tiny, "train.rounds=2", "run.eval_every=2", "run.metrics=true"]
 
 
 @pytest.fixture(scope="module")
