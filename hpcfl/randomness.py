@@ -35,16 +35,30 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> to
 
 
 @contextmanager
-def seeded_generators(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
+def seeded_hook(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
     """Give the own generators of torch (on the CPU), NumPy and Python one stream inside the block; after it,
-    torch's is where it was before."""
+    torch's is where it was before.
+
+    To put back the others would take longer than many a hook, and nothing else draws from them in a round.
+    """
     number = stream_seed(seed, purpose, round, client)
-    # to save and restore these two would take longer than many a hook
     np.random.seed(number % 2**32)
     random.seed(number)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(number)
         yield
+
+
+@contextmanager
+def seeded_generators(seed: int, purpose: str, round: int = 0, client: int = 0) -> Iterator[None]:
+    """Give these generators one stream inside the block; after it, all are where they were before."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        with seeded_hook(seed, purpose, round, client):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def generator_states() -> tuple[bytes, bytes, object]:

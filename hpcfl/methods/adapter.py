@@ -18,7 +18,7 @@ from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
-from hpcfl.randomness import generator_states, seeded_generators
+from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -168,7 +168,7 @@ class MethodAdapter:
 
     def _seeded(self, hook: Callable[..., Any], server: State, cohort: Cohort, *more: object) -> Any:
         """Call a hook of the server, in which own generators have a stream of (seed, hook, round)."""
-        with seeded_generators(self.method.context.seed, hook.__name__, cohort.round):
+        with seeded_hook(self.method.context.seed, hook.__name__, cohort.round):
             return hook(server, cohort, *more)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:

@@ -18,7 +18,7 @@ from hpcfl.communication.messages import Message
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import seeded_generators, stream_seed, torch_stream, uniform_by_key
+from hpcfl.randomness import seeded_hook, stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
@@ -153,7 +153,7 @@ class ClientGroup:
         """Give the own generators of torch, NumPy and Python a stream of (seed, round, first client of the
         group) inside the block: dropout draws from torch's. With the loop engine a group is one client."""
         stream = (self._worker.seed, "torch", self.round, self.ids[0])
-        with seeded_generators(*stream):
+        with seeded_hook(*stream):
             if self.device.type == "cuda":
                 torch.cuda.manual_seed(stream_seed(*stream))
             yield
