@@ -151,16 +151,17 @@ def _add_method(method: type[Method]) -> str:
     """Register a class as a method in this process, and return its name."""
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"method={method!r} is not a method; give a name, or a class derived from Method")
-    if METHODS.get(getattr(method, "name", "")) is method and not is_class(method.name):
+    key = REGISTRIES.method.own_key
+    if METHODS.get(getattr(method, "name", "")) is method and not is_class(key, method.name):
         return method.name
     check_options(f"method={method.__name__}", "method", method.Params, Params)
     complete(method, method.__name__.lower(), f"the class {method.__name__}")
-    if method.name in METHODS and not is_class(method.name):
+    if method.name in METHODS and not is_class(key, method.name):
         raise UserError(
             f"{method.__name__} has the name of a method of hpcfl, {method.name}; set {method.__name__}.name "
             "to another"
         )
-    add_class(method.name, method)
+    add_class(key, method.name, method)
     METHODS[method.name] = method
     return method.name
 

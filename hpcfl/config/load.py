@@ -166,11 +166,11 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
                 f"{group}.{name_key}={name} is a {kind} in your own file; also give "
                 f"{registry.own_key}=FILE.py"
             )
-        if registry.own_key != "method.path" or not is_class(str(name)):
+        if not is_class(registry.own_key, str(name)):
             return {}
         # that of the class at hand: whoever resumes a run compares it with the recorded one
         given.pop("code", None)
-        return class_code(str(name))
+        return class_code(registry.own_key, str(name))
     own, code = registry.add_own(str(path), given.pop("code", None))
     if given.setdefault(name_key, own) != own:
         raise UserError(

@@ -29,32 +29,33 @@ _allowed: set[bytes] = set()
 """SHA-256 of the files that may run."""
 
 
-_classes: dict[str, str] = {}
-"""The digests of methods given to `hpcfl.run` as classes, by name; empty where Python has no text of one."""
+_classes: dict[tuple[str, str], str] = {}
+"""The digest of a class given to `hpcfl.run`, by the key of files of its kind and its name; empty where
+Python has no text of it."""
 
 
-def add_class(name: str, method: type) -> None:
-    """Remember a class that a caller gives as a method, with a digest of the texts of its functions, and of
-    those that it inherits from other classes of the caller's.
+def add_class(key: str, name: str, given: type) -> None:
+    """Remember a class that a caller gives in place of a file named by `key`.
 
-    A notebook has no text of a class, but of its functions.
+    It keeps a digest of the texts of its functions, and of those that it inherits from other classes of the
+    caller's: a notebook has no text of a class, but of its functions.
     """
-    own = [kind for kind in method.__mro__ if not kind.__module__.startswith("hpcfl.")]
+    own = [kind for kind in given.__mro__ if not kind.__module__.startswith("hpcfl.")]
     functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
     try:
-        _classes[name] = digest("".join(map(inspect.getsource, functions)).encode())
+        _classes[key, name] = digest("".join(map(inspect.getsource, functions)).encode())
     except (OSError, TypeError):
-        _classes[name] = ""
+        _classes[key, name] = ""
 
 
-def is_class(name: str) -> bool:
-    """Return whether a caller of this process has given a class as the method of this name."""
-    return name in _classes
+def is_class(key: str, name: str) -> bool:
+    """Return whether a caller of this process has given a class of this name."""
+    return (key, name) in _classes
 
 
-def class_code(name: str) -> dict[str, str]:
+def class_code(key: str, name: str) -> dict[str, str]:
     """Return the digest of such a class as the key `code`, if there is one."""
-    return {"code": code} if (code := _classes.get(name)) else {}
+    return {"code": code} if (code := _classes.get((key, name))) else {}
 
 
 def is_own(key: str, name: str) -> bool:

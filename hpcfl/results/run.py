@@ -312,11 +312,12 @@ class Run:
     @cached_property
     def models(self) -> TrainedModels:
         """The models of the newest checkpoint; raises UserError where there is no checkpoint."""
-        if self.checkpoint is None and self.is_finished:
-            raise UserError(
-                f"{self.path} has no checkpoint.h5, which has the models; copy it from where the run was made"
-            )
         if self.checkpoint is None:
+            if self.is_finished:
+                raise UserError(
+                    f"{self.path} has no checkpoint.h5, which has the models; copy it from where the run was "
+                    "made"
+                )
             raise UserError(
                 f"{self.path} has no checkpoint yet, and so no models: they are saved after the last of its "
                 f"{self.config.train.rounds} rounds; let the run finish (run its command again to resume)"

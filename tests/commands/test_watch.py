@@ -6,19 +6,17 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from bits import run_here, start_run, tiny_settings
-from processes import forked_on_terminal, read_all, run_forked
+from processes import forked_on_terminal, read_all, run_forked, until
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.results.run import Run
 
-PATIENCE_S = 60
 ENDLESS = 100_000
 
 
@@ -40,18 +38,11 @@ def in_progress(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int
     folder = tmp_path / "a run"
     pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
     try:
-        wait_for(lambda: (folder / "config.yaml").exists() and Run(folder).done > 2)
+        until(lambda: (folder / "config.yaml").exists() and Run(folder).done > 2, "three rounds")
         yield folder, pid
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 Watched = Callable[..., str]
@@ -102,7 +93,7 @@ def test_watch_shows_a_run_that_runs_and_is_killed(
     assert re.match(r"a run +running ", first)
     assert second.split()[:3] == ["run", "finished", "3/3"]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: Run(folder).status.state == "killed")
+    until(lambda: Run(folder).status.state == "killed", "the kill is seen")
     shown = figures(watched(folder))
     assert shown["state"].startswith(f"killed or failed, pid {pid} on ")
     assert "time left" not in shown
@@ -141,7 +132,7 @@ def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
         while len(set(re.findall(r"rounds +(\d+)/", seen))) < 3:
             seen += os.read(leader, 65536).decode(errors="replace")
         os.kill(child, signal.SIGINT)
-        wait_for(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT), "its end")
     finally:
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,26 @@ from uploads import upload_of
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import TrainConfig
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedcac import FedCAC, collaborators, critical_numbers, overlaps, packed, unpacked
 from hpcfl.methods.pfedgraph import PFedGraph, cosine_gradient
 from hpcfl.methods.pfedsim import PFedSim
 from hpcfl.parameters import Slot
+
+
+def untrained(kind: type[Method], round: int = 1) -> tuple[Any, State, Cohort]:
+    """Return a method of four unequal clients of which none has trained, its server, and all as a cohort.
+
+    Each client gets the initial model.
+    """
+    method = method_of(kind, 4)
+    method.context.num_samples = torch.tensor([10, 30, 5, 5])
+    server = MethodAdapter(method).initial_server()
+    everyone = Cohort(round, (0, 1, 2, 3), method.context.num_samples)
+    start = server.get("theta", method.context.initial_parameters())
+    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], start.expand(4, -1))
+    return method, server, everyone
+
 
 # FedCAC
 
@@ -164,12 +181,7 @@ def test_rounds_of_fedcac_equal_those_by_hand(keys: tuple[str, ...]) -> None:
 def test_a_client_of_fedcac_without_a_finite_model_is_left_out_and_starts_from_the_mean(
     clients: tuple[int, int],
 ) -> None:
-    method = method_of(FedCAC, 4)
-    method.context.num_samples = torch.tensor([10, 30, 5, 5])
-    server = MethodAdapter(method).initial_server()
-    everyone = Cohort(1, (0, 1, 2, 3), method.context.num_samples)
-    start = method.context.initial_parameters()
-    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], start.expand(4, -1))
+    method, server, everyone = untrained(FedCAC)
     sound, lost = list(clients), [client for client in range(4) if client not in clients]
     server["models"][sound] += random(2, method.layout.size)
     server["models"][lost[0]] = torch.nan
@@ -228,12 +240,7 @@ def test_weights_of_the_graph_are_the_minimum_of_the_objective(alpha: float) -> 
 
 
 def test_a_client_of_pfedgraph_without_a_finite_model_has_no_neighbours_and_starts_from_the_mean() -> None:
-    method = method_of(PFedGraph, 4)
-    method.context.num_samples = torch.tensor([10, 30, 5, 5])
-    server = MethodAdapter(method).initial_server()
-    everyone = Cohort(1, (0, 1, 2, 3), method.context.num_samples)
-    start = method.context.initial_parameters()
-    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], start.expand(4, -1))
+    method, server, everyone = untrained(PFedGraph)
     assert method.server_diagnostics(server)["collaboration"].isnan().all()
     models = server["models"]
     models[:2] += random(2, method.layout.size)
@@ -403,11 +410,8 @@ def test_a_share_that_is_a_whole_number_of_rounds_loses_none_to_rounding() -> No
 
 
 def test_a_client_of_pfedsim_without_a_finite_model_starts_from_that_of_the_warm_up() -> None:
-    method = method_of(PFedSim, 4)
-    server = MethodAdapter(method).initial_server()
-    everyone = Cohort(100, (0, 1, 2, 3), method.context.num_samples)
+    method, server, everyone = untrained(PFedSim, round=100)
     w = server["theta"]
-    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], w.expand(4, -1))
     server["models"][:2] += random(2, method.layout.size)
     server["models"][2] = torch.nan
     server["is_known"][:3] = 1
