@@ -513,9 +513,6 @@ class RunConfig(Settings):
     takes at most a quarter of this worker's share of the memory that is free there when the run begins. What
     a codec keeps, and the models of `method.server=sharded`, stay on the CPU. No effect on a CPU; changes no
     result."""
-    convolutions: Literal["grouped", "unfold"] = "grouped"
-    """How the batched engine convolves with each client's own weights: one grouped convolution, or unfolded
-    images and batched products. The two differ in the last bits."""
     tf32: bool = False
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28, json_schema_extra=NO_RESULT)

@@ -84,7 +84,8 @@ class APFL(OwnBesideGlobal):
             own.step(members, share.unsqueeze(1) * gradient)
             moved = (share - alpha_lr * slope).clamp(0.0, 1.0)
             alpha[members] = torch.where(moves[members], moved, share)
-            moves[members] = self.params.alpha_moves == "step"
+            # a tensor and not a number: a GPU waits for a number of the host
+            moves[members] = torch.full_like(moves[members], self.params.alpha_moves == "step")
             clients.record(batch, losses)
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)

@@ -47,7 +47,6 @@ from hpcfl.setup.validate import (
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
-from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
@@ -313,8 +312,7 @@ def engines_of(
     at_once = clients_at_once(run.clients_at_once, method, device, sharing, num_clients, state_bytes)
     # on a GPU the choice affects the last bits, so config.yaml records it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-    convolved = with_convolutions(network, run.convolutions)
-    training = BatchedEngine(convolved, method.layout, at_once, smoothing)
+    training = BatchedEngine(network, method.layout, at_once, smoothing)
     return training, evaluator, BatchedScorer(network, method.layout), name
 
 

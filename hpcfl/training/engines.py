@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.forward import Forward, in_precision
 from hpcfl.training.losses import Loss, cross_entropy_loss
+
+BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 EVALUATION_BATCH = 512
 
@@ -53,7 +56,7 @@ class LoopEngine:
     ) -> None:
         self._layout, self._precision, self._label_smoothing = layout, precision, label_smoothing
         # its parameters and gradients are views of one flat vector each
-        self._working = training_copy(network)
+        self._working = without_cudnn_batchnorm(training_copy(network))
         theta, self._buffers = layout.flatten(self._working)
         self._theta, self._gradient = theta, torch.zeros_like(theta)
         views, gradients = layout.views(self._theta), layout.views(self._gradient)
@@ -162,6 +165,29 @@ def training_copy(network: nn.Module) -> nn.Module:
     """Return a copy of a network in training mode, whose BatchNorm does not count mini-batches."""
     working = copy.deepcopy(network).train()
     for module in working.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BATCHNORM):
             module.num_batches_tracked = None
     return working
+
+
+def without_cudnn_batchnorm(network: nn.Module) -> nn.Module:
+    """Let BatchNorm use PyTorch's kernels on a GPU; return the network, which is changed.
+
+    Those of cuDNN load four weights at once, and the weights in a flat vector may begin anywhere (its error:
+    misaligned address). Under vmap they are copied before, so the batched engine can use cuDNN's.
+    """
+    for module in network.modules():
+        if isinstance(module, BATCHNORM):
+            module.forward = partial(_forward_without_cudnn, module)  # type: ignore[method-assign]
+    return network
+
+
+def _forward_without_cudnn(module: nn.Module, x: Tensor) -> Tensor:
+    forward = type(module).forward
+    if not x.is_cuda:
+        return forward(module, x)
+    enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        return forward(module, x)
+    finally:
+        torch.backends.cudnn.enabled = enabled

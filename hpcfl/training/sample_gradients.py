@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, unfold
 
 from hpcfl.parameters import Tensors
-from hpcfl.training.convolutions import is_unfoldable, unfolded
 
 SAMPLES_AT_ONCE = 32
 """Samples of one backward pass; more of them are slower on a CPU, whose caches they do not fit in."""
@@ -40,7 +39,7 @@ def _with_weights(network: nn.Module) -> list[nn.Module]:
 
 def _is_covered(module: nn.Module) -> bool:
     if isinstance(module, nn.Conv2d):
-        return is_unfoldable(module)
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
     if isinstance(module, nn.BatchNorm2d):
         return module.running_mean is not None
     return isinstance(module, nn.Linear)
@@ -85,7 +84,10 @@ def _of_layer(layer: nn.Module, inputs: Tensor, slope: Tensor) -> Tensor:
         by_weight, by_bias = (slope * scaled).sum(dim=(2, 3)), slope.sum(dim=(2, 3))
         return by_weight.square().sum(dim=1) + by_bias.square().sum(dim=1)
     if isinstance(layer, nn.Conv2d):
-        rows, slope = unfolded(layer, inputs.contiguous()).transpose(1, 2), slope.flatten(start_dim=2)
+        assert not isinstance(layer.padding, str)
+        # what the convolution multiplies by its weights at each place
+        patches = unfold(inputs.contiguous(), layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        rows, slope = patches.transpose(1, 2), slope.flatten(start_dim=2)
     else:
         rows = inputs.flatten(start_dim=1, end_dim=-2) if inputs.dim() > 2 else inputs.unsqueeze(1)
         slope = slope.flatten(start_dim=1, end_dim=-2) if slope.dim() > 2 else slope.unsqueeze(1)

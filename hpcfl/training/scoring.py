@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import ParameterLayout
-from hpcfl.training.engines import training_copy
+from hpcfl.training.engines import training_copy, without_cudnn_batchnorm
 from hpcfl.training.forward import Forward
 
 SAMPLES_AT_ONCE = 2048
@@ -26,7 +26,7 @@ class BatchedScorer:
     """Scores a model that clients share on all their samples in one pass, and models of their own by vmap."""
 
     def __init__(self, network: nn.Module, layout: ParameterLayout) -> None:
-        self._network, self._layout = training_copy(network).eval(), layout
+        self._network, self._layout = without_cudnn_batchnorm(training_copy(network)).eval(), layout
 
     @torch.no_grad()
     def scores(self, model: Message, shard: Shard, split: str, local: Sequence[int]) -> Tensor:

@@ -239,7 +239,9 @@ class _Operators(TorchDispatchMode):
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             # one number put behind a mask needs no positions
             fills = packet is not aten.index and len(masks) == 1 and args[2].numel() == 1
-            waits = bool(masks) and not fills
+            # a number of the host comes from memory that is not pinned
+            from_host = packet is not aten.index and not self._marked.holds(args[2])
+            waits = (bool(masks) and not fills) or from_host
         elif packet is aten.repeat_interleave:
             waits = kwargs.get("output_size") is None
         if waits:

@@ -105,6 +105,25 @@ def test_a_device_mistake_in_a_method_is_found(
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_weights_that_may_begin_anywhere_in_memory_do_not_meet_cudnn_s_batchnorm(
+    marked: Marked, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Outside vmap the weights of a model are views of its flat vector."""
+    by_cudnn = []
+    batch_norm = torch.batch_norm
+
+    def watched(x: Tensor, *arguments: Any) -> Tensor:
+        if marked.holds(x) and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            by_cudnn.append(arguments[-1])
+        return batch_norm(x, *arguments)
+
+    monkeypatch.setattr(torch, "batch_norm", watched)
+    Run("method.name=fedavg", "train.rounds=1", "model.batchnorm=true", f"run.engine={engine}")
+    assert set(by_cudnn) == {False}
+    assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("unit", ["client", "sample"])
 @pytest.mark.usefixtures("marked")
 def test_with_privacy_and_unequal_work_every_tensor_is_on_its_device(unit: str, engine: str) -> None:

@@ -49,6 +49,10 @@ BY_LAYER = {
     "linear at each position": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(40, 10)),
 }
 ONE_BY_ONE = {
+    "padding with other values": nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.LazyLinear(10)
+    ),
+    "padding by name": nn.Sequential(nn.Conv2d(1, 4, 3, padding="same"), nn.Flatten(), nn.LazyLinear(10)),
     "in groups": nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.LazyLinear(10)
     ),
