@@ -83,7 +83,7 @@ def test_a_missing_gpu_is_refused(
 def test_engines_are_compared_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(steps, "TRAIN_SAMPLES", 4)
-    monkeypatch.setattr(steps, "CLIENTS_AT_ONCE", {"cuda": 3})
+    monkeypatch.setattr(steps, "CLIENTS_AT_ONCE", {"cuda": {3: 0.05}})
     with marked_device() as marked:
         (step,) = steps.engines(DEVICE, 1)
     assert step.goal == 0.05
