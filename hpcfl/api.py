@@ -95,6 +95,9 @@ def _libraries_of_a_new_process() -> Iterator[None]:
         at_exit.callback(torch.set_num_threads, torch.get_num_threads())
         at_exit.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
+        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+        for backend, flag in ((cudnn, "deterministic"), (cudnn, "allow_tf32"), (products, "allow_tf32")):
+            at_exit.callback(setattr, backend, flag, getattr(backend, flag))
         if device.type != "cpu":
             at_exit.callback(torch.set_default_device, device)
             torch.set_default_device(None)

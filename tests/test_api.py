@@ -98,7 +98,11 @@ def defined_by(text: str) -> type[Method]:
     return kind
 
 
-def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(tmp_path: Path) -> None:
+def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     plain = run(method="fedavg", out=tmp_path / "plain")
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
@@ -109,6 +113,7 @@ def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(tmp_path: P
             assert torch.is_inference_mode_enabled()
         assert torch.get_default_dtype() == torch.float64
         assert torch.get_default_device().type == "meta"
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32) == (False, True)
         assert generator_states() == before
     finally:
         torch.set_default_device(None)

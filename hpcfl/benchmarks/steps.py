@@ -75,7 +75,7 @@ def training_steps(repeats: int) -> Iterator[Ratio]:
 def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
     """Compare an epoch of many clients of LeNet by the batched engine and by the loop engine on a device."""
     # as in a run, unless run.tf32 says otherwise
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
     for count, goal in CLIENTS_AT_ONCE[device.type].items():
         context = context_of(count)
         network, shard = context.build_network(-1).to(device), _random_shard(count, LENET.sample, device)

@@ -204,7 +204,8 @@ def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     if run.threads > (cores := len(os.sched_getaffinity(0))):
         LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
-    # cuDNN's default would round the factors of convolutions
+    # by default, cuDNN adds in a random order, and rounds the factors of convolutions
+    torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
     world.limit_messages(run.max_elements)
     return world.device(run.device)

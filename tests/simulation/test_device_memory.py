@@ -132,6 +132,7 @@ def test_the_memory_of_a_client_is_its_vectors_and_activations(name: str) -> Non
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-def test_tf32_is_an_option(tf32: bool) -> None:
+def test_cudnn_adds_in_a_fixed_order_and_tf32_is_an_option(tf32: bool) -> None:
     build(load_config(None, [*SMALL, f"run.tf32={tf32}"]), Communicator())
+    assert torch.backends.cudnn.deterministic
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
