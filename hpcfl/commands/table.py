@@ -19,6 +19,7 @@ from hpcfl.formatting import as_text, clock
 from hpcfl.methods import METHODS
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.lock import holder
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.tables.cells import DIVERGED_NOTE, Cell, Table
@@ -167,7 +168,11 @@ def _run_cells(
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
-        _printer(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
+        name = f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}"
+        if user := _user(cell, world):
+            _printer(quiet)(f"{name} is in use by {user}, which runs it")
+            continue
+        _printer(quiet)(f"{name}{left}")
         if world.is_server:
             _note(cell, "running")
             write_job_note("cell", str(cell.folder))
@@ -195,6 +200,13 @@ def _run_cells(
     if world.is_server:
         write_job_note("cell", "")
     return False, failed
+
+
+def _user(cell: Cell, world: Communicator) -> str:
+    """Return which other process runs a cell; "" if none does. Collective."""
+    found = holder(cell.folder) if world.is_server else None
+    user = (found.owner or "another process") if found and found.is_seen else ""
+    return world.broadcast_bytes(user.encode()).decode()
 
 
 def _note(cell: Cell, text: str | None) -> None:

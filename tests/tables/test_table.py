@@ -26,6 +26,7 @@ from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
+from hpcfl.storage.lock import FolderLock
 
 ROUNDS = 3
 TABLE = """
@@ -420,6 +421,25 @@ def test_a_table_with_a_failed_cell_finishes_the_other_cells(
     shutil.rmtree(damaged)
     assert table(folder, *words, "--quiet") == FINISHED
     assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
+
+
+def test_a_cell_that_another_command_runs_is_left_to_it(
+    words: list[str], half: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = half / "fedavg-s0"
+    folder.mkdir()
+    note = half / f".{folder.name}.running"
+    note.write_text("running")
+    with FolderLock(folder):
+        assert table(half, *words) == FINISHED
+        assert note.exists()
+    out, err = capsys.readouterr()
+    assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
+    assert "cell 4/4: HeurpFedLA, k = 2 seed 1\n" in re.sub("  time left.*", "", out)
+    assert "1 of 4 cells are missing\n" in out
+    assert not err
+    assert table(half, *words, "--quiet") == FINISHED
+    assert [row["seeds"] for row in figures(half)] == ["2", "2"]
 
 
 def test_a_cell_that_has_diverged_is_marked(words: list[str], copied: Path, tmp_path: Path) -> None:
