@@ -184,6 +184,7 @@ FAULTS = {
     "a second run on a folder": (
         "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued"
     ),
+    "a second `table` on cells that run": "test_a_cell_that_another_command_runs_is_left_to_it",
     "a second run on a folder, on a file system without file locks (`hpcfl doctor` tells)": (
         "test_a_run_whose_folder_another_has_taken_over_ends "
         "test_without_file_locks_a_later_start_takes_over_the_folder"

@@ -282,7 +282,7 @@ STRIPES_OF = 'arrays_of(x, y, "stripes")'
         (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),
         (PARTITION, "options.samples", "100", f"{TABLE} has 200 samples of class 0; allowed: up to 178"),
         (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
-        (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be integers"),
+        (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be whole numbers"),
         (READER, STRIPES_OF, "Arrays(x, y, 3, 255.0, (), ())", "y holds labels 0..7, and num_classes is 3"),
         (READER, "of(x, y,", "of(x[..., None], y,", "x has shape (200, 1, 8, 8, 1); allowed: images ["),
     ],

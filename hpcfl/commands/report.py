@@ -21,7 +21,7 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
     A run may still be running; from a folder of runs, such as a table's, all finished runs are shown.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     For example:
-      hpcfl report runs/pfedla-digits-s0-eea85792 runs/fedavg-digits-s0-f8e9fb8a --out both.html
+      hpcfl report runs/pfedla-digits-s0-633675fa runs/fedavg-digits-s0-ce500986 --out both.html
     """
     options = parser().parse_args(arguments)
     if options.out and options.out.suffix != PAGE_SUFFIX:

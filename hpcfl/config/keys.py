@@ -115,14 +115,15 @@ class DataConfig(Settings):
     """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
     left, and must be of one size."""
     clients: int | None = Field(None, ge=1, le=10**7)
-    """Number of clients N; default: 10, or with partition `given` all that the source has. With source
+    """Number of clients N; default: 10, or with partition `given` all that the source has, of which a smaller
+    number is drawn by `data.seed`. With source
     `domains`, client c belongs to domain c mod D (domains in alphabetical order; with
     `data.unseen_clients`, before these get the last numbers), and the partition divides
     each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
     """Samples of a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)
-    """Share of a client's samples for testing."""
+    """Share of a client's samples for testing; without effect where the source has a split of its own."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of a client's training samples cut off for validation."""
     subset_per_class: int | None = Field(None, ge=1)

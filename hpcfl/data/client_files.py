@@ -77,7 +77,7 @@ def read_pfllib(path: str) -> Arrays:
         UserError: missing, damaged or unfit files, and files that would run code.
     """
     folder = existing(path, f"data.path={path}", "folder", _MAKE_PFLLIB)
-    num_clients = len({file.name for part in _PARTS for file in (folder / part).glob("*.npz")})
+    num_clients = len({file.name for part in _PARTS for file in (folder / part).glob("[!.]*.npz")})
     if num_clients == 0:
         raise UserError(f"data.path={path}: has no files train/*.npz and test/*.npz; {_MAKE_PFLLIB}")
     names = [f"{part}/{client}.npz" for client in range(num_clients) for part in _PARTS]
@@ -211,12 +211,7 @@ def _read_client(file: Path, where: str) -> Samples:
     try:
         with zipfile.ZipFile(file) as archive:
             fields = _read_pickled_dict(archive.read("data.npy"), where)
-        x, y = (
-            (_texts(value) if key == "x" and value.holds_objects else value.rebuilt())
-            if isinstance(value := _field(fields, key, where), _PickledArray)
-            else value
-            for key in ("x", "y")
-        )
+        x, y = (_rebuilt(_field(fields, key, where), key) for key in ("x", "y"))
     except UserError:
         raise
     except Exception as error:
@@ -230,6 +225,15 @@ def _read_client(file: Path, where: str) -> Samples:
     if x.ndim == 4 and x.shape[2] == 1:
         x = x[:, :, 0]
     return x if are_tokens(x) else as_pixels(x, where), as_labels(y, where, len(x))
+
+
+def _rebuilt(value: Any, key: str) -> Any:
+    """Return an array that a pickle describes, or a list of them, or of numbers, as one array."""
+    if isinstance(value, list):
+        return np.array([_rebuilt(one, key) for one in value])
+    if not isinstance(value, _PickledArray):
+        return value
+    return _texts(value) if key == "x" and value.holds_objects else value.rebuilt()
 
 
 def _texts(pairs: _PickledArray) -> np.ndarray:
@@ -284,6 +288,11 @@ class _PickledArray:
         return flat.reshape(self.shape, order="F" if self.is_fortran else "C")
 
 
+def _scalar(dtype: _PickledDtype, content: bytes) -> Any:
+    """Replace numpy's function that makes a number of bytes."""
+    return np.frombuffer(content, dtype.rebuilt())[0]
+
+
 def _encoded(text: str, encoding: str) -> bytes:
     """Replace _codecs.encode, with which protocol 2 writes bytes."""
     if encoding != "latin1":
@@ -295,6 +304,9 @@ _STAND_INS: dict[str, Any] = {
     "numpy.core.multiarray._reconstruct": _PickledArray,
     "numpy._core.multiarray._reconstruct": _PickledArray,
     "numpy.ndarray": _PickledArray,
+    "numpy.matrix": _PickledArray,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
     "numpy.dtype": _PickledDtype,
     "_codecs.encode": _encoded,
 }

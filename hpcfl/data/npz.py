@@ -80,14 +80,18 @@ def as_tokens(x: np.ndarray, where: str, vocabulary: int | None) -> tuple[np.nda
     return x.astype(np.int64), int(x.max()) + 1 if vocabulary is None else vocabulary
 
 
+_OF_ALL = "of the labels of all files together"
+
+
 def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
-    """Return y as int64 [n]; raise UserError, which begins with `where`, if it is not."""
+    """Return labels, which may be whole numbers as floats, as int64 [n]; raise UserError, which begins with
+    `where`, for others."""
     if y.ndim != 1 or len(y) != num_images:
         raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
-    if y.dtype.kind not in "iu":
+    if y.dtype.kind not in "iu" and not (y.dtype.kind == "f" and np.array_equal(y, np.rint(y))):
         raise UserError(
-            f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ..., such as "
-            "numpy.unique(y, return_inverse=True)[1]"
+            f"{where}: y has type {y.dtype}; labels must be whole numbers 0, 1, ..., such as "
+            f"numpy.unique(y, return_inverse=True)[1] {_OF_ALL}"
         )
     return y.astype(np.int64)
 
@@ -97,7 +101,7 @@ def num_classes_of(y: np.ndarray, where: str) -> int:
     if y.min() > 0:
         raise UserError(
             f"{where}: y holds labels {y.min()}..{y.max()}, and classes count from 0; give "
-            "numpy.unique(y, return_inverse=True)[1] instead of y"
+            f"y - {y.min()}, or numpy.unique(y, return_inverse=True)[1] {_OF_ALL}"
         )
     if y.min() < 0 or y.max() >= len(y):
         raise UserError(
@@ -109,7 +113,7 @@ def num_classes_of(y: np.ndarray, where: str) -> int:
     if 2 * there < classes:
         LOG.warning(
             f"{where}: y holds labels up to {y.max()}, and only {there} of them occur, so that models have "
-            f"{classes} outputs; if that is a mistake, give numpy.unique(y, return_inverse=True)[1] instead"
+            f"{classes} outputs; if that is a mistake, give numpy.unique(y, return_inverse=True)[1] {_OF_ALL}"
         )
     return classes
 

@@ -67,6 +67,7 @@ MISTAKES = [
     (["run.seed", "train.lr=0.1"], "run.seed has no value; write run.seed=VALUE"),
     (["--train.lr=0.1"], "arguments: --train.lr=0.1; keys have no dashes, write train.lr=0.1; see hpcfl run"),
     (["plan", "--train.lr", "0.1"], "keys have no dashes, write train.lr=VALUE; see hpcfl plan --help"),
+    (["-gr", "5", "-lbs", "10"], "write train.rounds=VALUE train.batch_size=10; see hpcfl run --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["data", "fetch", "imagenet"], "allowed: mnist, fashionmnist, emnist, cifar10, cifar100"),

@@ -157,7 +157,7 @@ def test_different_configurations_have_different_run_names() -> None:
 
 
 def test_names_of_configurations_are_the_recorded_ones() -> None:
-    assert load_config(None, []).run_name() == "pfedla-digits-s0-eea85792"
+    assert load_config(None, []).run_name() == "pfedla-digits-s0-633675fa"
     assert load_config(None, ["data.source=mnist"]).model.name == "lenet"
 
 

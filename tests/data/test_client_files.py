@@ -107,7 +107,7 @@ IMAGE = [0.0] * 784
         ({"x": [], "y": []}, r"writer a: x has shape \(0,\); must be \[n, 784\] with n > 0"),
         ({"x": [[*IMAGE[1:], 1.5]], "y": [0]}, "writer a: x holds values outside 0..1"),
         ({"x": [IMAGE], "y": [0, 1]}, r"writer a: y has shape \(2,\), x has 1 samples"),
-        ({"x": [IMAGE], "y": [0.0]}, "writer a: y has type float64; labels must be integers"),
+        ({"x": [IMAGE], "y": [0.5]}, "writer a: y has type float64; labels must be whole numbers"),
         ({"x": [IMAGE], "y": [62]}, r"writer a: y holds labels 62..62; allowed: 0..61"),
     ],
 )
@@ -186,6 +186,25 @@ def test_pfllib_files_may_have_any_type_and_order(x: np.ndarray, tmp_path: Path)
     is_bytes = x.dtype == np.uint8
     assert arrays.x.dtype == (np.uint8 if is_bytes else np.float32)
     assert (arrays.scale, arrays.mean) == ((255, (0.5,) * 3) if is_bytes else (1, (0.0,) * 3))
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_pfllib_s_lists_and_matrices_are_arrays(tmp_path: Path) -> None:
+    """Its generators of Camelyon17, iWildCam, Omniglot and AmazonReview write such, and floats as labels."""
+    part = client([0, 1], 0)
+    lists = {"x": list(part["x"]), "y": list(part["y"])}
+    features = part["x"].reshape(2, -1)
+    for name, content, x in (
+        ("lists", lists, part["x"]),
+        ("numbers", lists | {"y": [0, 1]}, part["x"]),
+        ("matrix", {"x": np.asmatrix(features), "y": np.array([0.0, 1.0])}, features),
+    ):
+        pfllib_folder(tmp_path / name, [content], [content])
+        # macOS writes such beside each file
+        (tmp_path / name / "train" / "._0.npz").write_bytes(b"Mac OS X")
+        arrays = pfllib(tmp_path / name)
+        np.testing.assert_array_equal(arrays.x, np.concatenate([x, x]))
+        assert (arrays.y.tolist(), arrays.y.dtype) == ([0, 1, 0, 1], np.int64)
 
 
 def npz_of_pickle(file: Path, content: bytes) -> None:
@@ -284,7 +303,8 @@ GOOD = client([0, 1], 0)
     [
         ({"x": GOOD["x"]}, "has no field 'y'"),
         ([1, 2], r"cannot be read \(ValueError: data is int64 of shape \(2,\), not one dict"),
-        ({**GOOD, "x": [[0.0]]}, "x is not an array of numbers"),
+        ({**GOOD, "x": ["a", "b"]}, "x is not an array of numbers"),
+        ({**GOOD, "x": [GOOD["x"][0], GOOD["x"][0, 0]]}, r"cannot be read \(ValueError: "),
         ({**GOOD, "x": GOOD["x"][0, 0, 0]}, r"x has shape \(5,\); must be images \[n, C, H, W\], series"),
         ({**GOOD, "x": np.array([[[1, 2], 2], [[1], 1]], object)}, r"cannot be read \(ValueError: "),
         ({**GOOD, "x": np.array([[[1, 2]], [[1, 3]]], object)}, "cannot be read .ValueError: x holds obj"),
