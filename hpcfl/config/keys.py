@@ -116,10 +116,9 @@ class DataConfig(Settings):
     left, and must be of one size."""
     clients: int | None = Field(None, ge=1, le=10**7)
     """Number of clients N; default: 10, or with partition `given` all that the source has, of which a smaller
-    number is drawn by `data.seed`. With source
-    `domains`, client c belongs to domain c mod D (domains in alphabetical order; with
-    `data.unseen_clients`, before these get the last numbers), and the partition divides
-    each domain's samples among its clients; with `given`, each domain is a client."""
+    number is drawn by `data.seed`. With source `domains`, client c belongs to domain c mod D (domains in
+    alphabetical order; with `data.unseen_clients`, before these get the last numbers), and the partition
+    divides each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
     """Samples of a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)

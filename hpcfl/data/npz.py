@@ -88,7 +88,8 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
     `where`, for others."""
     if y.ndim != 1 or len(y) != num_images:
         raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
-    if y.dtype.kind not in "iu" and not (y.dtype.kind == "f" and np.array_equal(y, np.rint(y))):
+    is_whole = y.dtype.kind == "f" and bool(((y == np.rint(y)) & (np.abs(y) < 2**53)).all())
+    if y.dtype.kind not in "iu" and not is_whole:
         raise UserError(
             f"{where}: y has type {y.dtype}; labels must be whole numbers 0, 1, ..., such as "
             f"numpy.unique(y, return_inverse=True)[1] {_OF_ALL}"

@@ -261,6 +261,7 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": np.full((3, 4, 5), 1e300), "y": GOOD_Y}, "not finite in float32"),
         ({"x": GOOD_X, "y": GOOD_Y[:2]}, r"y has shape \(2,\), x has 3 samples"),
         ({"x": GOOD_X, "y": GOOD_Y / 4}, "y has type float64; labels must be whole numbers"),
+        ({"x": GOOD_X, "y": GOOD_Y + np.inf}, "y has type float64; labels must be whole numbers"),
         ({"x": GOOD_X, "y": GOOD_Y - 1}, "y holds labels -1..1; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": GOOD_Y + 1}, "y holds labels 1..3, and classes count from 0"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
