@@ -21,7 +21,13 @@ from hpcfl.randomness import numpy_stream, torch_stream
 from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup, WorkerContext
-from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
+from hpcfl.training.engines import (
+    BatchedEngine,
+    Engine,
+    LoopEngine,
+    has_bfloat16,
+    set_cuda_arithmetic,
+)
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 10
@@ -75,7 +81,7 @@ def training_steps(repeats: int) -> Iterator[Ratio]:
 def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
     """Compare an epoch of many clients of LeNet by the batched engine and by the loop engine on a device."""
     # as in a run, unless run.tf32 says otherwise
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
+    set_cuda_arithmetic(tf32=False)
     for count, goal in CLIENTS_AT_ONCE[device.type].items():
         context = context_of(count)
         network, shard = context.build_network(-1).to(device), _random_shard(count, LENET.sample, device)

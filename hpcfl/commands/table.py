@@ -158,7 +158,7 @@ def _run_cells(
 
     Returns whether they stopped early, and what went wrong with cells that could not be run.
     """
-    began_s = time.monotonic()
+    say, began_s = _printer(quiet), time.monotonic()
     failed: list[UserError] = []
     for done, (number, fresh) in enumerate(pending):
         cell = table.chosen[number]
@@ -170,9 +170,9 @@ def _run_cells(
             left = f"  time left {clock(left_s)}"
         name = f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}"
         if user := _user(cell, world):
-            _printer(quiet)(f"{name} is in use by {user}, which runs it")
+            say(f"{name} is in use by {user}, which runs it")
             continue
-        _printer(quiet)(f"{name}{left}")
+        say(f"{name}{left}")
         if world.is_server:
             _note(cell, "running")
             write_job_note("cell", str(cell.folder))

@@ -47,7 +47,7 @@ from hpcfl.setup.validate import (
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
-from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
+from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, set_cuda_arithmetic
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 
@@ -204,9 +204,7 @@ def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     if run.threads > (cores := len(os.sched_getaffinity(0))):
         LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
-    # by default, cuDNN adds in a random order, and rounds the factors of convolutions
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
+    set_cuda_arithmetic(run.tf32)
     world.limit_messages(run.max_elements)
     return world.device(run.device)
 

@@ -145,6 +145,13 @@ class BatchedEngine:
         return gradients["theta"], losses
 
 
+def set_cuda_arithmetic(tf32: bool) -> None:
+    """Let GPUs give the same bits twice, and float32 products all their digits unless `tf32`."""
+    # by default, cuDNN adds in a random order, and rounds the factors of convolutions
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 def has_bfloat16() -> bool:
     """Whether this processor has bfloat16 products in hardware; False if torch does not report it."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -171,23 +178,21 @@ def training_copy(network: nn.Module) -> nn.Module:
 
 
 def without_cudnn_batchnorm(network: nn.Module) -> nn.Module:
-    """Let BatchNorm use PyTorch's kernels on a GPU; return the network, which is changed.
+    """Let BatchNorm use PyTorch's kernels if the network is on a GPU; return the network, which is changed.
 
     Those of cuDNN load four weights at once, and the weights in a flat vector may begin anywhere (its error:
     misaligned address). Under vmap they are copied before, so the batched engine can use cuDNN's.
     """
-    for module in network.modules():
-        if isinstance(module, BATCHNORM):
-            module.forward = partial(_forward_without_cudnn, module)  # type: ignore[method-assign]
+    if next(network.parameters()).is_cuda:
+        for module in network.modules():
+            if isinstance(module, BATCHNORM):
+                module.forward = partial(_forward_without_cudnn, module)  # type: ignore[method-assign]
     return network
 
 
 def _forward_without_cudnn(module: nn.Module, x: Tensor) -> Tensor:
-    forward = type(module).forward
-    if not x.is_cuda:
-        return forward(module, x)
     enabled, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
     try:
-        return forward(module, x)
+        return type(module).forward(module, x)
     finally:
         torch.backends.cudnn.enabled = enabled
