@@ -277,6 +277,7 @@ STRIPES_OF = 'arrays_of(x, y, "stripes")'
     ("key", "old", "new", "expected"),
     [
         (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
+        (METHOD, "Field(1, ge=0)", "Field(-1, ge=0)", ": the default -1 of left_out is not allowed: Input"),
         (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
         (PARTITION, "np.int64", "float", f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes],"),
         (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),

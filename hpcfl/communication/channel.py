@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcfl.communication.codecs import IDENTITY, Codec, Frame, UploadCoding
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Cohort, Message, Piece
+from hpcfl.communication.messages import Cohort, Message, Piece, check_alike
 from hpcfl.communication.upload import FixedPointSum, Upload
 from hpcfl.parameters import Layer, spread
 
@@ -143,11 +143,13 @@ class Channel:
         """
         # without the clients' own masks, which `_upload_frame` collects from all ranks
         frames_of_rank = [frame[[]] for frame in self._frames(message)]
-        header = pickle.dumps(frames_of_rank) if message.num_clients else b""
-        headers = self._world.gather_bytes(header) or []
-        first = next((header for header in headers if header), pickle.dumps([]))
+        own = self.own(cohort)
+        header = pickle.dumps((cohort.clients[own[0]], message.row_kinds(), frames_of_rank)) if own else b""
+        headers = [pickle.loads(header) for header in self._world.gather_bytes(header) or () if header]
+        check_alike({client: kinds for client, kinds, _ in headers})
+        first = headers[0][2] if headers else []
         frames = {}
-        for described in pickle.loads(self._world.broadcast_bytes(first)):
+        for described in pickle.loads(self._world.broadcast_bytes(pickle.dumps(first))):
             frame = self._upload_frame(described, message, cohort, sent, coding)
             frames[frame.name] = frame
             if coding is not None and coding.codec.for_frame(frame).uses_error_feedback:

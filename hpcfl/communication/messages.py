@@ -5,7 +5,7 @@ Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,6 +90,8 @@ class Message:
         """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""
         if name in self.per_client:
             return self.per_client[name]
+        if name not in self.shared:
+            raise KeyError(f"this message has no tensor {name!r}; it has {', '.join(self.names) or 'none'}")
         shared = self.shared[name]
         return shared.expand(self.num_clients, *shared.shape)
 
@@ -104,6 +106,16 @@ class Message:
     def names(self) -> list[str]:
         """Names of the tensors, shared ones first."""
         return [*self.shared, *self.per_client]
+
+    def row_kinds(self) -> dict[str, str]:
+        """Describe a client's row of each tensor: its type, its shape, and which layers of it are sent."""
+        found = {}
+        for name, rows in self.per_client.items():
+            found[name] = f"{rows.dtype} {[*rows.shape[1:]]}"
+            if (mask := self.layer_mask.get(name)) is not None:
+                own = "that each client chooses" if mask.dim() == 2 else mask.nonzero().flatten().tolist()
+                found[name] += f" with the layers {own}"
+        return found
 
     def with_clients(self, num_clients: int) -> Message:
         """Return a message with the same tensors for `num_clients` clients."""
@@ -139,6 +151,19 @@ class Message:
             self.layer_mask | other.layer_mask,
             self.num_clients,
         )
+
+
+def check_alike(kinds: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise ValueError if clients send different tensors, given the `Message.row_kinds` of some by id."""
+    one, known = next(iter(kinds.items()), (-1, {}))
+    for other, found in kinds.items():
+        for name in [*known, *found]:
+            if known.get(name) != found.get(name):
+                here, there = (of_one.get(name, "missing") for of_one in (known, found))
+                raise ValueError(
+                    f"all clients must send the same tensors, and {name!r} of client {one} is {here}, of "
+                    f"client {other} {there}"
+                )
 
 
 def packed(bits: Tensor) -> Tensor:

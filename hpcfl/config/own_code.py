@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from hpcfl.config.keys import Settings
 from hpcfl.errors import UserError
 
@@ -121,6 +123,20 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
             raise UserError(
                 f"{place}: {options.__name__} has {key}, but {group}.{key} is reserved; rename it"
             )
+    defaults = {
+        key: field.get_default(call_default_factory=True)
+        for key, field in options.model_fields.items()
+        if not field.is_required()
+    }
+    try:
+        options.model_validate(defaults)
+    except ValidationError as error:
+        wrong = [one for one in error.errors() if one["loc"] and one["loc"][0] in defaults]
+        if wrong:
+            name = str(wrong[0]["loc"][0])
+            raise UserError(
+                f"{place}: the default {defaults[name]!r} of {name} is not allowed: {wrong[0]['msg']}"
+            ) from error
 
 
 def digest(source: bytes) -> str:

@@ -18,7 +18,7 @@ def _find(name: str) -> type[Method]:
     raise ImportError(f"{module.__file__} has no Method with name = {name!r}")
 
 
-_OTHERS = {"adapter", "base", "buffers", "checks", "context", "diagnostics", "traits"}
+_OTHERS = {"adapter", "base", "buffers", "checks", "context", "diagnostics", "hook_results", "traits"}
 """Files that are not methods."""
 
 METHODS: dict[str, type[Method]] = {

@@ -5,21 +5,34 @@ Shapes: S clients of a cohort, C clients of a group, U running statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
+from hpcfl.methods.hook_results import (
+    check_kinds,
+    check_message,
+    check_probabilities,
+    check_rows,
+    check_same_alone,
+    check_state,
+    kinds,
+    unchanged,
+    unchanged_state,
+)
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
 from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
+
+_CALLS = {"new_client_download": "eval_download", "eval_download": "download"}
+"""The hook that the default of a hook calls."""
 
 
 class MethodAdapter:
@@ -55,40 +68,63 @@ class MethodAdapter:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
         with seeded_generators(self.method.context.seed, "server_state"):
             state = self.method.server_state()
+        check_state(self._hook("server_state"), state)
         averages = self.method.traits.averages
         if averages and not state.keys() & averages:
             raise TypeError(
-                f"{type(self.method).__name__}.traits.averages names {', '.join(averages)}, which "
-                "server_state does not return"
+                f"{self._hook('traits.averages')} names {', '.join(averages)}, which server_state does not "
+                "return"
             )
+        self._check_diagnostics(state)
         state |= self.method.buffers.in_server(state)
         return state | self._optimiser.initial(state)
 
+    def _check_diagnostics(self, server: State) -> None:
+        """Raise TypeError for a diagnostic that nothing would record."""
+        method = type(self.method)
+        if (method.server_diagnostics, method.client_diagnostics) == (
+            Method.server_diagnostics,
+            Method.client_diagnostics,
+        ):
+            kept = server | self.method.client_state([0])
+            for one in method.diagnostics:
+                if one.name not in kept:
+                    raise TypeError(
+                        f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
+                        "client_state returns"
+                    )
+
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        before = generator_states()
+        hook, before = self._hook("client_state"), generator_states()
         state = self.method.client_state(clients)
         if generator_states() != before:
             raise TypeError(
-                f"{type(self.method).__name__}.client_state drew from torch's, NumPy's or Python's own "
-                "generator, whose numbers would depend on ranks; draw from "
-                "hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
+                f"{hook} drew from torch's, NumPy's or Python's own generator, whose numbers would depend on "
+                "ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
             )
-        self._check_rows("client_state", state, len(clients))
+        check_rows(hook, state, len(clients))
+        check_state(hook, state)
+        if BUFFERS in state:
+            raise ValueError(f"{hook} returned {BUFFERS!r}, which train.buffers=local keeps; rename it")
+        if len(clients) > 1:
+            check_same_alone(hook, clients[-1], state, self.method.client_state(clients[-1:]))
+        # rows of an expanded tensor could not be written one by one
+        state = {name: rows.contiguous() for name, rows in state.items()}
         return state | self.method.buffers.in_clients(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
-        return self._sent(self.method.download, server, cohort)
+        return self._sent("download", server, cohort)
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort for an evaluation."""
-        return self._sent(self.method.eval_download, server, cohort)
+        return self._sent("eval_download", server, cohort)
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of clients that take no part in training."""
         try:
-            return self._sent(self.method.new_client_download, server, cohort)
+            return self._sent("new_client_download", server, cohort)
         except IndexError as error:
             error.add_note(
                 f"The server's state has no rows of clients {cohort.clients[0]} and on, which take no part "
@@ -97,9 +133,14 @@ class MethodAdapter:
             )
             raise
 
-    def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
+    def _sent(self, hook: str, server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
-        message = self._message(hook.__name__, self._seeded(hook, server, cohort), len(cohort))
+        own = hook
+        # errors name the hook that the class has
+        while own in _CALLS and getattr(type(self.method), own) is getattr(Method, own):
+            own = _CALLS[own]
+        with unchanged_state(self._hook(own), server):
+            message = self._message(own, self._seeded(hook, server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
     def needs_request(self, round: int) -> bool:
@@ -110,20 +151,20 @@ class MethodAdapter:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
         down = self.method.buffers.receive(clients, down)
-        with clients.seeding_generators():
+        with self._on_clients("client_request", clients, down):
             request = self.method.client_request(clients, down)
         return self._rows("client_request", request, len(clients))
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
-        response = self._seeded(self.method.server_response, server, cohort, requests)
+        response = self._seeded("server_response", server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self.method.buffers.receive(clients, down)
-        with clients.seeding_generators():
+        with self._on_clients("train", clients, down):
             up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
             raise TypeError(
@@ -143,6 +184,7 @@ class MethodAdapter:
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
         before, unnoised = self._optimiser.before(server), self._private.before(server)
+        kinds_before = kinds(server)
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)
@@ -153,97 +195,91 @@ class MethodAdapter:
             self._private.step(server, unnoised, cohort, {} if up.sent is None else up.sent.layer_mask)
             self._optimiser.step(server, before)
         server |= averaged
-        self._seeded(self.method.end_round, server, cohort)
+        self._writing("end_round", server, cohort)
+        check_kinds(self._hook("aggregate"), kinds_before, server, self.method.traits.growing_state)
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""
         sharded = self.method.sharded
         with nullcontext() if sharded is None else sharded.after(up):
-            returned = self._seeded(self.method.aggregate, server, cohort, up)
+            self._writing("aggregate", server, cohort, up)
+
+    def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
+        """Call a hook that writes into the server's state."""
+        returned = self._seeded(hook, server, cohort, *more)
         if returned is not None:
             raise TypeError(
-                f"{type(self.method).__name__}.aggregate returned a {type(returned).__name__}, which nobody "
-                "reads; write into server, as in server['theta'] = ..."
+                f"{self._hook(hook)} returned a {type(returned).__name__}, which nobody reads; write into "
+                "server, as in server['theta'] = ..."
             )
 
-    def _seeded(self, hook: Callable[..., Any], server: State, cohort: Cohort, *more: object) -> Any:
+    def _seeded(self, hook: str, server: State, cohort: Cohort, *more: object) -> Any:
         """Call a hook of the server, in which own generators have a stream of (seed, hook, round)."""
-        with seeded_hook(self.method.context.seed, hook.__name__, cohort.round):
-            return hook(server, cohort, *more)
+        with seeded_hook(self.method.context.seed, hook, cohort.round):
+            return getattr(self.method, hook)(server, cohort, *more)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
-        down = self.method.buffers.receive(clients, down)
         epochs = self.method.context.train.finetune_epochs
-        with clients.read_only(), clients.seeding_generators():
-            if epochs:
-                return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
-            return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
+        if epochs:
+            return self._models("finetune", clients, self._received(clients, down), epochs)
+        return self._models("eval_model", clients, self._received(clients, down))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
-        down = self.method.buffers.receive(clients, down)
-        with clients.read_only(), clients.seeding_generators():
-            models = self.method.new_client_model(clients, down)
-        return self._with_buffers("new_client_model", clients, models)
+        return self._models("new_client_model", clients, self._received(clients, down))
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
-        down = self.method.buffers.receive(clients, down)
-        with clients.read_only(), clients.seeding_generators():
-            models = self.method.model_after_download(clients, down)
-        return self._with_buffers("model_after_download", clients, models)
+        return self._models("model_after_download", clients, self._received(clients, down))
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `train`, with `buffers`; empty where there are none."""
-        down = down.to(clients.device)
-        with clients.read_only(), clients.seeding_generators():
-            models = self.method.model_after_training(clients, down, up)
-        return self._with_buffers("model_after_training", clients, models)
+        return self._models("model_after_training", clients, down.to(clients.device), up)
+
+    def _models(self, hook: str, clients: ClientGroup, down: Message, *more: object) -> Message:
+        """Call a hook that returns models and writes no state, and add running statistics to its models."""
+        with clients.read_only(), self._on_clients(hook, clients, down):
+            models = self._message(hook, getattr(self.method, hook)(clients, down, *more), len(clients))
+        needs_theta = self.method.traits.predicts_by == "network" and not hook.startswith("model_after")
+        if needs_theta and "theta" not in models:
+            names = ", ".join(models.names) or "nothing"
+            raise TypeError(f"{self._hook(hook)} returned {names}, and no theta; return the models to score")
+        return self.method.buffers.add_to(models, clients)
+
+    def predict(
+        self, clients: ClientGroup, model: Message, position: int, split: str
+    ) -> tuple[Tensor, Tensor]:
+        """Return class probabilities [n, K] of a client's samples of a split, and their classes [n]."""
+        x, y = clients.samples(split, position)
+        with self._on_clients("predict", clients, model):
+            found = self.method.predict(clients, model, position, x)
+        check_probabilities(self._hook("predict"), found, len(y), self.method.context.num_classes)
+        return found, y
+
+    def _hook(self, name: str) -> str:
+        """Return a hook's name in errors."""
+        return f"{type(self.method).__name__}.{name}"
+
+    def _received(self, clients: ClientGroup, down: Message) -> Message:
+        return self.method.buffers.receive(clients, down)
+
+    @contextmanager
+    def _on_clients(self, hook: str, clients: ClientGroup, given: Message) -> Iterator[None]:
+        """Call a hook inside: its generators have a stream, and what others read too must not change."""
+        read = {f"{name!r} of its message": given[name] for name in given.names}
+        with clients.seeding_generators(), unchanged(self._hook(hook), read | clients.pool):
+            yield
 
     def _message(self, hook: str, value: Message, count: int) -> Message:
         """Return a hook's message for `count` clients; raise TypeError or ValueError if it is not one."""
-        place = f"{type(self.method).__name__}.{hook}"
-        if not isinstance(value, Message):
-            raise TypeError(
-                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, "
-                "per_client={...})"
-            )
-        self._check_rows(hook, value.per_client, count)
-        self._check_theta(hook, value.shared | value.per_client)
+        check_message(self._hook(hook), value, count, self.method.layout, len(self.method.layers))
         return value.with_clients(count)
-
-    def _check_rows(self, hook: str, tensors: State, count: int) -> None:
-        """Raise TypeError or ValueError unless a hook's tensors have a row for each of `count` clients."""
-        place = f"{type(self.method).__name__}.{hook} returned"
-        for name, rows in tensors.items():
-            if not isinstance(rows, Tensor):
-                raise TypeError(f"{place} a {type(rows).__name__} as {name!r}; return a torch.Tensor")
-            if not rows.dim() or len(rows) != count:
-                raise ValueError(
-                    f"{place} {name!r} of shape {[*rows.shape]} for {count} clients; give a row to each, or "
-                    "in a message under `shared` a tensor that all have in common"
-                )
-
-    def _check_theta(self, hook: str, tensors: State) -> None:
-        """Raise ValueError for models of another size or type than the network's."""
-        theta, size, kind = tensors.get("theta"), self.method.layout.size, torch.get_default_dtype()
-        if theta is not None and (theta.shape[-1] != size or theta.dtype != kind):
-            raise ValueError(
-                f"{type(self.method).__name__}.{hook} returned 'theta' of shape {[*theta.shape]} and type "
-                f"{theta.dtype}; expected: {size} numbers of type {kind} in the last axis"
-            )
 
     def _rows(self, hook: str, value: Message, count: int) -> Message:
         """Return the message that a hook sends to the server; raise ValueError if it has shared tensors."""
         message = self._message(hook, value, count)
         if message.shared:
             names = ", ".join(message.shared)
-            raise ValueError(
-                f"{type(self.method).__name__}.{hook} returned {names} as shared; return them per_client"
-            )
+            raise ValueError(f"{self._hook(hook)} returned {names} as shared; return them per_client")
         return message
-
-    def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:
-        """Return the models of a hook with running statistics."""
-        return self.method.buffers.add_to(self._message(hook, models, len(clients)), clients)

@@ -171,13 +171,21 @@ class Method:
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return the models of a group right after `train`, which returned `up`; empty if there are none.
 
-        Default: the evaluated models if `eval_after` is "training", else the upload's `theta`. A
+        Default: the evaluated models, if `eval_after` is not "training" with the upload's `theta`. A
         method that uploads anything but the trained model, such as a difference, overrides this hook. The
         clients' state cannot be written here.
         """
         if self.traits.eval_after == "training":
             return self.eval_model(clients, down)
-        return Message(per_client={"theta": up["theta"]})
+        if self.traits.predicts_by == "network":
+            return Message(per_client={"theta": up["theta"]})
+        return self._with_theta(self.eval_model(clients, down), clients, up["theta"])
+
+    @staticmethod
+    def _with_theta(model: Message, clients: ClientGroup, theta: Tensor) -> Message:
+        """Return models with other `theta` [C, P], and rows of all else."""
+        model = model.with_clients(len(clients))
+        return Message(per_client={name: model[name] for name in model.names} | {"theta": theta})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local training of the `finetuned`
@@ -190,7 +198,7 @@ class Method:
             epochs=epochs,
             purpose="finetune",
         ).theta
-        return Message(per_client=model.per_client | {"theta": theta})
+        return self._with_theta(model, clients, theta)
 
     def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
         """Return the `gradient` for `ClientGroup.sgd` of local adaptation, which starts from evaluated models

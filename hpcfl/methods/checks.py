@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.key_errors import shown
-from hpcfl.config.keys import PrivacyUnit, TrainConfig
+from hpcfl.config.keys import PrivacyUnit, ServerConfig, TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.buffers import Buffers
 from hpcfl.methods.context import Context
@@ -45,6 +46,13 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
             raise TypeError(
                 f"{kind.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
             )
+    if not isinstance(name := vars(kind).get("name", kind.__name__), str) or not re.fullmatch(
+        r"[\w.+-]+", name
+    ):
+        raise TypeError(f"{kind.__name__}.name cannot be {name!r}; allowed: letters, digits and _ . + -")
+    if wrong := [unit for unit in kind.privacy_units if unit not in get_args(PrivacyUnit)]:
+        units = ", ".join(get_args(PrivacyUnit))
+        raise TypeError(f"{kind.__name__}.privacy_units has {wrong[0]!r}; allowed: {units}")
     _check_traits(kind)
     of_rule, of_module = (
         next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
@@ -72,6 +80,14 @@ def _check_traits(kind: type[Any]) -> None:
         first = error.errors()[0]
         name, value = first["loc"][0], first["input"]
         raise TypeError(f"{kind.__name__}.traits.{name} cannot be {value!r}: {first['msg']}") from None
+    traits: Traits = kind.traits
+    for name, given, group in (
+        ("refuses", traits.refuses, TrainConfig),
+        ("train_defaults", traits.train_defaults, TrainConfig),
+        ("server_defaults", traits.server_defaults, ServerConfig),
+    ):
+        if unknown := given.keys() - group.model_fields:
+            raise TypeError(f"{kind.__name__}.traits.{name} has {min(unknown)!r}, which is no such key")
 
 
 def check_settings(method: str, traits: Traits, context: Context) -> None:

@@ -233,8 +233,9 @@ class Saver:
         names = federation.world.all_gather([name for model in models for name in model.shared])
         # ranks without models name none
         shared: list[str] = next(filter(None, names), [])
-        whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own(alone))]]
-        return shared, federation.channel.up(stack(whole), alone).collect()
+        own = federation.own(alone)
+        whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(own)]]
+        return shared, federation.channel.up(stack(whole, own), alone).collect()
 
     def _model_blocks(
         self, cohort: Cohort, models: list[Message], shared: Sequence[str], first_id: int
@@ -244,7 +245,7 @@ class Saver:
         Client `first_id` has the first row. `models` is emptied, so that a GPU's memory is free for the next
         cohort's.
         """
-        own = stack([_rows(model, shared) for model in models])
+        own = stack([_rows(model, shared) for model in models], self._federation.own(cohort))
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]) - first_id, block.per_client

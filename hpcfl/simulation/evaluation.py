@@ -104,7 +104,7 @@ class Evaluator:
         def score(model: Message, group: tuple[slice, ClientGroup]) -> None:
             _, clients = group
             for position, client in enumerate(clients.ids):
-                probabilities, y = self._predictions(clients, model, position, self._split)
+                probabilities, y = self._adapter.predict(clients, model, position, self._split)
                 scored = probabilities.double().cpu().numpy(), y.cpu().numpy()
                 rows.append(torch.tensor([metrics_of(*scored)], dtype=torch.float64))
                 counts = confusion(*scored)
@@ -148,16 +148,9 @@ class Evaluator:
             Message(per_client=method.client_diagnostics(clients), num_clients=len(clients))
             for _, clients in federation.groups(cohort)
         ]
-        return federation.channel.up(stack(rows), cohort).collect()
+        return federation.channel.up(stack(rows, federation.own(cohort)), cohort).collect()
 
     def _score(self, clients: ClientGroup, model: Message, position: int, split: str) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
-        is_right, loss = correctness_and_loss(*self._predictions(clients, model, position, split))
+        is_right, loss = correctness_and_loss(*self._adapter.predict(clients, model, position, split))
         return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)
-
-    def _predictions(
-        self, clients: ClientGroup, model: Message, position: int, split: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return the class probabilities [n, K] of one client's samples of a split, and their classes [n]."""
-        x, y = clients.samples(split, position)
-        return self._method.predict(clients, model, position, x), y

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, TopK, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import BUFFERS, Cohort, Message, check_alike
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
@@ -213,29 +213,33 @@ class Federation:
 class Uploads:
     """Collects the uploads of this rank's groups in one message on the CPU."""
 
-    def __init__(self, num_clients: int) -> None:
-        self.message = Message(num_clients=num_clients)
+    def __init__(self, clients: Sequence[int]) -> None:
+        """Take the ids of this rank's clients."""
+        self.message = Message(num_clients=len(clients))
+        self._clients = clients
+        self._first: dict[str, str] = {}
 
     def add(self, part: slice, up: Message) -> None:
-        """Add the upload of the clients at these positions; the first upload decides which tensors there
-        are."""
+        """Add the upload of the clients at these positions; ValueError if it has other tensors than the
+        first."""
         whole, count = self.message, self.message.num_clients
-        if not whole.per_client:
+        if not part.start:
+            self._first = up.row_kinds()
             for name, rows in up.per_client.items():
                 whole.per_client[name] = torch.empty(count, *rows.shape[1:], dtype=rows.dtype)
             for name, mask in up.layer_mask.items():
                 whole.layer_mask[name] = mask if mask.dim() == 1 else mask.new_empty(count, *mask.shape[1:])
+        check_alike({self._clients[0]: self._first, self._clients[part.start]: up.row_kinds()})
         for name, rows in whole.per_client.items():
-            # view_as: copy_ would repeat a row that is too short
-            rows[part].view_as(up.per_client[name]).copy_(up.per_client[name])
+            rows[part] = up.per_client[name]
         for name, mask in whole.layer_mask.items():
             if mask.dim() == 2:
                 mask[part] = up.layer_mask[name]
 
 
-def stack(messages: Sequence[Message]) -> Message:
-    """Join the messages of several groups; rows are copied to the CPU group by group."""
-    whole = Uploads(sum(message.num_clients for message in messages))
+def stack(messages: Sequence[Message], clients: Sequence[int]) -> Message:
+    """Join the messages of this rank's groups of clients; rows are copied to the CPU group by group."""
+    whole = Uploads(clients)
     start = 0
     for message in messages:
         whole.add(slice(start, start + message.num_clients), message)

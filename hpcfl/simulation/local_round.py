@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, Uploads
 from hpcfl.training.client_group import ClientGroup
 
-Groups = Iterable[tuple[slice, ClientGroup]]
+Groups = Sequence[tuple[slice, ClientGroup]]
 
 
 @dataclass
@@ -56,7 +56,7 @@ class LocalTraining:
         `received` and `moved`: messages from the server, and bytes both ways, in this round so far.
         """
         figures = [torch.zeros(0, 4, dtype=torch.float64)]
-        uploads = Uploads(down.num_clients)
+        uploads = Uploads([client for _, clients in groups for client in clients.ids])
         adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
         all_late: list[int] = []

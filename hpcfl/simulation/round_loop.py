@@ -199,7 +199,8 @@ class Simulation:
     ) -> tuple[Message, Delivery]:
         """Collect the cohort's requests and send the server's response; return both. Collective."""
         federation, adapter = self._federation, self._federation.adapter
-        own = stack([adapter.client_request(clients, down.select(part)) for part, clients in groups])
+        requests_here = [adapter.client_request(clients, down.select(part)) for part, clients in groups]
+        own = stack(requests_here, federation.own(cohort))
         upload = federation.send_requests(own, cohort)
         traffic.count_up(upload)
         requests = upload.collect()

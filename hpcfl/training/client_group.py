@@ -113,16 +113,24 @@ class ClientGroup:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._written:
-            self._written[name] = self._worker.state[name][self._local].to(self.device)
+            self._written[name] = self._stored(name)[self._local].to(self.device)
         return self._written[name]
+
+    def _stored(self, name: str) -> Tensor:
+        if name not in self._worker.state:
+            names = ", ".join(self._worker.state) or "nothing"
+            raise KeyError(f"clients[{name!r}]: client_state does not return it; it returns {names}")
+        return self._worker.state[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         if not self._can_write:
             raise self._not_writable(name)
-        if not value.dim() or len(value) != len(self):
+        stored = self._stored(name)
+        if value.shape != (len(self), *stored.shape[1:]) or value.dtype != stored.dtype:
             raise ValueError(
-                f"clients[{name!r}] cannot have the shape {[*value.shape]}: {len(self)} clients are in this "
-                "group; give a row to each"
+                f"clients[{name!r}] cannot have the shape {[*value.shape]} and type {value.dtype}: "
+                f"client_state has {[*stored.shape[1:]]} and {stored.dtype} for each client, and "
+                f"{len(self)} clients are in this group"
             )
         self._written[name] = value
 
@@ -220,6 +228,12 @@ class ClientGroup:
         everyone = range(len(self))
         counts = [self.samples("train", n)[1].bincount(minlength=num_classes) for n in everyone]
         return torch.stack(counts).to(self._buffers.dtype)
+
+    @property
+    def pool(self) -> Tensors:
+        """The samples of all clients of this rank, of which `samples` returns views, by their names in
+        errors."""
+        return {"x of its samples": self._worker.shard.x, "y of its samples": self._worker.shard.y}
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
@@ -386,7 +400,13 @@ class ClientGroup:
             weights = descent.theta[batch.members]
             slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
-                slope = slope + extra_gradient(weights, batch.members)
+                extra = extra_gradient(weights, batch.members)
+                if extra.shape != weights.shape:
+                    raise ValueError(
+                        f"extra_gradient returned shape {[*extra.shape]} for weights {[*weights.shape]}; "
+                        "take the batch's clients of other tensors: tensor[members]"
+                    )
+                slope = slope + extra
             descent.step(batch.members, slope)
             self.record(batch, losses)
         return Trained(descent.theta, self.steps - steps_before)

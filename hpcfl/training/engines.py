@@ -76,7 +76,7 @@ class LoopEngine:
         one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
         forward = Forward(self._working, self._layout, buffers[0], self._precision, self._label_smoothing)
-        value = loss(forward, leaves, one)
+        value = _one_number(loss(forward, leaves, one))
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
@@ -131,7 +131,7 @@ class BatchedEngine:
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             statistics = buffers.clone()
             forward = Forward(self._network, self._layout, statistics, label_smoothing=self._label_smoothing)
-            value = loss(forward, tensors, Batch(batch.members, x, y, index))
+            value = _one_number(loss(forward, tensors, Batch(batch.members, x, y, index)))
             return value, (value.detach(), statistics)
 
         per_client = vmap(grad(client_loss, has_aux=True), randomness="different")
@@ -143,6 +143,13 @@ class BatchedEngine:
         """See Engine."""
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
         return gradients["theta"], losses
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    """Return a client's loss; raise ValueError if it is not one number."""
+    if loss.dim():
+        raise ValueError(f"a loss of one client has the shape {[*loss.shape]}; return one number: .mean()")
+    return loss
 
 
 def set_cuda_arithmetic(tf32: bool) -> None:

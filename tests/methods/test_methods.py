@@ -326,27 +326,6 @@ def test_shared_tensors_are_saved_once_and_own_tensors_for_each_client(
             np.testing.assert_array_equal(saved, file["server/theta"][:] + added)
 
 
-@pytest.mark.parametrize(
-    ("hook", "value", "expected"),
-    [
-        ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
-        ("train", None, r"train returned a NoneType; return Message\("),
-        ("train", Message(per_client={"theta": torch.zeros(2, 3)}), r"'theta' of shape \[2, 3\] for 1 c"),
-        ("train", Message(per_client={"theta": torch.zeros(1, 3)}), r"'theta' of shape \[1, 3\] and type to"),
-        ("train", Message(per_client={"theta": np.zeros((1, 3))}), "returned a ndarray as 'theta'; ret"),
-        ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
-        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
-        ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
-        ("aggregate", {}, "aggregate returned a dict, which nobody reads; write into server, as in"),
-    ],
-)
-def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
-    kind = type("Mistaken", (FedAvg,), {hook: lambda *_: value})
-    with pytest.raises((TypeError, ValueError), match=expected) as caught:
-        Run("method.name=fedavg", kind=kind)
-    assert "Mistaken" in str(caught.value)
-
-
 class Restless(FedAvg):
     """Draws from the own generators of torch, NumPy and Python wherever it may."""
 
@@ -482,6 +461,15 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
             True,
             r"Mistaken\.needs_body is not a hook; did you mean traits\.needs_body\?",
         ),
+        (FedAvg, "name", "a/b", "name cannot be 'a/b'; allowed: letters, digits and _"),
+        (FedAvg, "privacy_units", ("clients",), "privacy_units has 'clients'; allowed: client, sample"),
+        (
+            FedAvg,
+            "traits",
+            FedAvg.traits.replace(refuses={"lrr": "which"}),
+            r"traits\.refuses has 'lrr', which",
+        ),
+        (FedAvg, "traits", FedAvg.traits.replace(train_defaults={"x": 1}), r"traits\.train_defaults has 'x'"),
         (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
     ],
 )
@@ -492,9 +480,12 @@ def test_a_class_with_contradictory_hooks_is_refused(
         type("Mistaken", (base,), {member: value})
 
 
-def test_the_first_axis_of_a_diagnostic_is_clients() -> None:
+def test_axes_of_a_diagnostic_that_cannot_be_drawn_are_refused() -> None:
     with pytest.raises(ValueError, match="must be 'client'"):
         Diagnostic("alpha", ("layer", "client"), "", "")
+    for axes in (("client", "class"), ("client", "branch", "layer"), ("client", "layer", "client", "client")):
+        with pytest.raises(ValueError, match="allowed after 'client': one of client, layer, branch, comp"):
+            Diagnostic("alpha", axes, "", "")
 
 
 @pytest.mark.parametrize(

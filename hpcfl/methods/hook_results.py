@@ -1,0 +1,191 @@
+"""What is wrong with what a hook returned or changed: TypeError or ValueError, with the hook's name.
+
+`hook` is the hook's name in errors, such as FedAvg.train. Shapes: C clients, P trainable numbers, L layers,
+K classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.messages import Message
+from hpcfl.parameters import ParameterLayout, Tensors
+
+_NAME = r"(?!\.)[^/]+(/(?!\.)[^/]+)*"
+"""Names of tensors; checkpoints have a group for what is before a slash."""
+
+Kinds = dict[str, tuple[torch.dtype, torch.Size]]
+"""Type and shape of tensors, by name."""
+
+
+def check_message(hook: str, value: Message, count: int, layout: ParameterLayout, num_layers: int) -> None:
+    """Check a hook's message for `count` clients: its rows, its models and its masks of layers."""
+    if not isinstance(value, Message):
+        raise TypeError(
+            f"{hook} returned a {type(value).__name__}; return Message(shared={{...}}, per_client={{...}})"
+        )
+    if twice := sorted(value.shared.keys() & value.per_client.keys()):
+        raise ValueError(f"{hook} returned {', '.join(twice)} both as shared and as per_client; give one")
+    check_tensors(hook, value.shared)
+    check_rows(hook, value.per_client, count)
+    tensors = value.shared | value.per_client
+    theta, size, kind = tensors.get("theta"), layout.size, torch.get_default_dtype()
+    if theta is not None and (not theta.dim() or theta.shape[-1] != size or theta.dtype != kind):
+        raise ValueError(
+            f"{hook} returned 'theta' of {_described(theta.dtype, theta.shape)}; expected: {size} numbers of "
+            f"type {kind} in the last axis"
+        )
+    for name, mask in value.layer_mask.items():
+        if name not in tensors:
+            names = ", ".join(tensors) or "none"
+            raise ValueError(f"{hook} returned a layer_mask of {name!r}, which is not sent; sent: {names}")
+        if not tensors[name].dim() or tensors[name].shape[-1] != size:
+            raise ValueError(
+                f"{hook} returned a layer_mask of {name!r}, which does not consist of layers; expected: "
+                f"{size} numbers in its last axis"
+            )
+        if mask.dtype != torch.bool or [*mask.shape] not in ([num_layers], [count, num_layers]):
+            raise ValueError(
+                f"{hook} returned a layer_mask of {_described(mask.dtype, mask.shape)}; expected: torch.bool "
+                f"of shape [{num_layers}], or [{count}, {num_layers}] client by client"
+            )
+
+
+def check_tensors(hook: str, tensors: Tensors) -> None:
+    """Raise TypeError unless names are words and values are tensors."""
+    if not isinstance(tensors, dict):
+        raise TypeError(f"{hook} returned a {type(tensors).__name__}; return a dictionary of tensors by name")
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+            raise TypeError(
+                f"{hook} returned a tensor named {name!r}; names are words, or words joined by a slash"
+            )
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{hook} returned a {type(value).__name__} as {name!r}; return a torch.Tensor")
+        if value.requires_grad:
+            raise TypeError(f"{hook} returned {name!r} with its gradient's graph; return {name}.detach()")
+
+
+def check_rows(hook: str, tensors: Tensors, count: int) -> None:
+    """Raise TypeError or ValueError unless a hook's tensors have a row for each of `count` clients."""
+    check_tensors(hook, tensors)
+    for name, rows in tensors.items():
+        if not rows.dim() or len(rows) != count:
+            raise ValueError(
+                f"{hook} returned {name!r} of shape {[*rows.shape]} for {count} clients; give a row to each, "
+                "or in a message under `shared` a tensor that all have in common"
+            )
+
+
+def check_state(hook: str, state: Tensors) -> None:
+    """Raise TypeError or ValueError for tensors that no checkpoint can hold."""
+    check_tensors(hook, state)
+    places: dict[int, str] = {}
+    for name, value in state.items():
+        # tensors without numbers, and those of a plan, have no memory
+        other = places.setdefault(value.data_ptr(), name) if value.data_ptr() else name
+        if other != name:
+            raise ValueError(
+                f"{hook} returned {name!r} in the memory of {other!r}: a change of one would change both, "
+                "and after a resume only one; return a .clone()"
+            )
+        if any(other.startswith(f"{name}/") for other in state):
+            raise ValueError(f"{hook} returned {name!r} beside '{name}/...'; give it another name")
+        if not value.dim():
+            raise ValueError(
+                f"{hook} returned {name!r} as a single number; checkpoints hold tensors with an axis, "
+                "such as torch.zeros(1)"
+            )
+        if value.is_sparse or value.is_complex() or value.dtype == torch.bfloat16:
+            raise TypeError(
+                f"{hook} returned {name!r} of type {value.dtype} ({value.layout}); checkpoints hold dense "
+                "tensors of booleans, integers, float16, float32 or float64"
+            )
+
+
+def check_same_alone(hook: str, client: int, rows: Tensors, alone: Tensors) -> None:
+    """Raise ValueError if the last of some clients has another state than alone: ranks group clients anew."""
+    last = {name: row[-1:].numpy(force=True) for name, row in rows.items()}
+    own = {name: row.numpy(force=True) for name, row in alone.items()}
+    for name in [*last, *own]:
+        same = name in last and name in own and last[name].dtype == own[name].dtype
+        if not same or last[name].shape != own[name].shape or last[name].tobytes() != own[name].tobytes():
+            raise ValueError(
+                f"{hook} returned another {name!r} for client {client} alone than for it among others; a "
+                "client's state may depend on its id only: ranks call the hook for their own clients"
+            )
+
+
+def kinds(state: Tensors) -> Kinds:
+    """Return types and shapes of tensors."""
+    return {name: (value.dtype, value.shape) for name, value in state.items()}
+
+
+def check_kinds(hook: str, before: Kinds, state: Tensors, growing: Collection[str] = ()) -> None:
+    """Raise TypeError or ValueError if a hook changed types or shapes of a state, or dropped a tensor.
+
+    Shapes of the `growing` tensors may change. A checkpoint of such a state could not be resumed.
+    """
+    check_state(hook, state)
+    for name, (dtype, shape) in before.items():
+        if name not in state:
+            raise ValueError(f"{hook} dropped {name!r} from the state; a resumed run would not find it")
+        found = state[name]
+        if found.dtype != dtype or (found.shape != shape and name not in growing):
+            raise ValueError(
+                f"{hook} changed {name!r} from {_described(dtype, shape)} to "
+                f"{_described(found.dtype, found.shape)}; a resumed run needs what the state had at the start"
+                " (of the server's, traits.growing_state names tensors whose shape may change)"
+            )
+
+
+@contextmanager
+def unchanged(hook: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise TypeError at the end of the block if one of these tensors was changed in place."""
+    before = {name: tensor._version for name, tensor in tensors.items()}
+    yield
+    for name, tensor in tensors.items():
+        if tensor._version != before[name]:
+            raise TypeError(
+                f"{hook} changed {name} in place, which others read too, such as the next clients; change a "
+                "copy of it, such as .clone()"
+            )
+
+
+@contextmanager
+def unchanged_state(hook: str, server: Tensors) -> Iterator[None]:
+    """Raise TypeError at the end of the block if the server's state was changed, in place or by name."""
+    before = {name: (id(value), value._version) for name, value in server.items()}
+    yield
+    after = {name: (id(value), getattr(value, "_version", None)) for name, value in server.items()}
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            raise TypeError(
+                f"{hook} changed server[{name!r}]: results would depend on run.eval_every; change the state "
+                "in aggregate or end_round"
+            )
+
+
+def check_probabilities(hook: str, found: Tensor, num_samples: int, num_classes: int) -> None:
+    """Raise TypeError or ValueError unless a tensor has probabilities of classes [n, K]; nan may be there."""
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{hook} returned a {type(found).__name__}; return a torch.Tensor")
+    if [*found.shape] != [num_samples, num_classes]:
+        raise ValueError(
+            f"{hook} returned shape {[*found.shape]}; expected: probabilities [{num_samples}, {num_classes}] "
+            f"of {num_samples} samples and {num_classes} classes"
+        )
+    if bool((found < 0).any() | ((found.sum(dim=1) - 1).abs() > 0.01).any()):
+        raise ValueError(
+            f"{hook} returned rows that are no probabilities; expected: numbers from 0 on with sum 1, "
+            "such as logits.softmax(dim=1)"
+        )
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"shape {[*shape]} and type {dtype}"

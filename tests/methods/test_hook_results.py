@@ -1,0 +1,379 @@
+"""Mistakes in hooks that would spoil results or a resume: the hook, the tensor and what to do are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import MLP, SMALL, Run
+from processes import Mpirun
+from torch import Tensor
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
+from hpcfl.methods import METHODS
+from hpcfl.methods.base import Method, State
+from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.methods.local import Local
+from hpcfl.training.batches import Batch
+from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import class_probabilities
+
+UNEQUAL = ("data.partition.name=dirichlet", "data.partition.beta=0.5", "data.per_client=null")
+
+
+def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any) -> None:
+    """Assert that a run whose method has these hooks ends with this error."""
+    kind = type("Mistaken", (base,), hooks)
+    kind.name = "mistaken"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "mistaken", kind)
+        with pytest.raises((TypeError, ValueError, KeyError), match=expected):
+            Run("method.name=mistaken", *MLP, *keys)
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "expected"),
+    [
+        ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
+        ("train", None, r"train returned a NoneType; return Message\("),
+        ("train", Message(per_client={"theta": torch.zeros(2, 3)}), r"'theta' of shape \[2, 3\] for 1 c"),
+        ("train", Message(per_client={"theta": torch.zeros(1, 3)}), r"'theta' of shape \[1, 3\] and type to"),
+        ("train", Message(per_client={"theta": np.zeros((1, 3))}), "returned a ndarray as 'theta'; ret"),
+        ("client_state", None, "client_state returned a NoneType; return a dictionary of tensors by name"),
+        ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
+        ("client_state", {0: torch.zeros(4)}, "client_state returned a tensor named 0; names are words"),
+        ("server_state", {"/h": torch.zeros(4)}, "server_state returned a tensor named '/h'; names are"),
+        ("server_state", {"m": 0.5}, "server_state returned a float as 'm'; return a torch.Tensor"),
+        ("server_state", {"m": torch.tensor(0.5)}, "returned 'm' as a single number; .* such as torch.zeros"),
+        ("server_state", {"m": torch.zeros(2, dtype=torch.bfloat16)}, "'m' of type torch.bfloat16"),
+        ("server_state", {"a": torch.zeros(2), "a/b": torch.zeros(2)}, "returned 'a' beside 'a/...'; give"),
+        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
+        ("download", Message(shared={"theta": 1.0}), "returned a float as 'theta'; return a torch.Tensor"),
+        (
+            "download",
+            Message({"x": torch.zeros(1)}, {"x": torch.zeros(4, 1)}),
+            "returned x both as shared and as per_client; give one",
+        ),
+        ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
+        ("train", Message(per_client={"x": torch.ones(1, 2, requires_grad=True)}), r"'x' .* return x.detach"),
+        (
+            "client_state",
+            {"buffers": torch.zeros(4, 2)},
+            "'buffers', which train.buffers=local keeps",
+        ),
+        ("aggregate", {}, "aggregate returned a dict, which nobody reads; write into server, as in"),
+        ("end_round", {}, "end_round returned a dict, which nobody reads; write into server, as in"),
+        ("eval_model", Message(), "eval_model returned nothing, and no theta; return the models to score"),
+    ],
+)
+def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
+    raises(rf"Mistaken\.{hook} .*{expected.removeprefix(f'{hook} ')}", **{hook: lambda *_: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "expected"),
+    [
+        ("thetta", torch.ones(2, dtype=torch.bool), "layer_mask of 'thetta', which is not sent; sent: theta"),
+        (
+            "theta",
+            torch.ones(3, dtype=torch.bool),
+            r"shape \[3\] .*; expected: torch.bool of shape \[2\], or",
+        ),
+        ("theta", torch.ones(2), r"of shape \[2\] and type torch.float32; expected: torch.bool"),
+        ("few", torch.ones(2, dtype=torch.bool), "'few', which does not consist of layers; expected: "),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_tensor_is_refused(name: str, mask: Tensor, expected: str) -> None:
+    def masked(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        few = {"few": torch.zeros(len(clients), 3)} if name == "few" else {}
+        return Message(per_client={"theta": down["theta"]} | few, layer_mask={name: mask})
+
+    raises(rf"Mistaken\.train returned a layer_mask .*{expected.removeprefix('layer_mask ')}", train=masked)
+
+
+# What clients send
+
+
+def of_parity(of_even: Tensor | None, of_odd: Tensor | None) -> Callable[..., Message]:
+    """Return a `train` in which clients of even and odd ids send another tensor, or none."""
+
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        up = FedAvg.train(self, clients, down)
+        chosen = of_odd if clients.ids[0] % 2 else of_even
+        return up if chosen is None else up | Message(per_client={"sent": chosen}, num_clients=1)
+
+    return train
+
+
+DIFFERENT_UPLOADS = [
+    (torch.tensor([7]), torch.tensor([5.0]), r"of client 0 is torch.int64 \[\], of client 1 torch.float32"),
+    (
+        torch.zeros(1, 2, 3),
+        torch.zeros(1, 3, 2),
+        r"of client 0 is torch.float32 \[2, 3\], of client 1 .* \[3, 2\]",
+    ),
+    (torch.zeros(1, 2), None, r"of client 0 is torch.float32 \[2\], of client 1 missing"),
+    (None, torch.zeros(1, 2), r"of client 0 is missing, of client 1 torch.float32 \[2\]"),
+]
+
+
+@pytest.mark.parametrize(("of_even", "of_odd", "expected"), DIFFERENT_UPLOADS)
+def test_clients_that_send_different_tensors_are_named(
+    of_even: Tensor | None, of_odd: Tensor | None, expected: str
+) -> None:
+    raises(f"all clients must send the same tensors, and 'sent' {expected}", train=of_parity(of_even, of_odd))
+
+
+def test_clients_that_send_different_layers_are_named() -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        mask = torch.tensor([True, clients.ids[0] == 0])
+        return Message(per_client={"theta": down["theta"]}, layer_mask={"theta": mask})
+
+    raises(
+        r"'theta' of client 0 is .* with the layers \[0, 1\], of client 1 .* the layers \[0\]", train=train
+    )
+
+
+PARITY = '''"""FedAvg whose clients send another type if their ids are even."""
+
+import torch
+
+from hpcfl.communication.messages import Message
+from hpcfl.methods.fedavg import FedAvg
+
+
+class Parity(FedAvg):
+    def train(self, clients, down):
+        sent = torch.tensor([7]) if clients.ids[0] < 2 else torch.tensor([5.0])
+        return super().train(clients, down) | Message(per_client={"sent": sent})
+'''
+
+
+def test_different_tensors_of_clients_on_different_ranks_are_named(tmp_path: Path, mpirun: Mpirun) -> None:
+    own = tmp_path / "parity.py"
+    own.write_text(PARITY)
+    words = [*SMALL, *MLP, "run.engine=loop", f"method.path={own}", "--quiet", "--out", tmp_path / "run"]
+    # clients 0 and 1 are on one rank, 2 and 3 on the other
+    done = mpirun(3, "-m", "hpcfl.main", *words, timeout=60, check=False)
+    assert done.returncode == 1
+    expected = "'sent' of client 0 is torch.int64 [], of client 2 torch.float32 []"
+    assert f"ValueError: all clients must send the same tensors, and {expected}" in done.stderr
+
+
+# What hooks must not change
+
+
+def test_a_download_that_a_hook_changes_in_place_is_refused() -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        down["theta"].mul_(0.9)
+        return FedAvg.train(self, clients, down)
+
+    def eval_model(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        down["theta"][0, :3] = 0
+        return Message(shared={"theta": down.shared["theta"]})
+
+    expected = r"changed 'theta' of its message in place, which others read too, .* such as \.clone\(\)"
+    raises(rf"Mistaken\.train {expected}", train=train)
+    raises(rf"Mistaken\.eval_model {expected}", eval_model=eval_model)
+
+
+def test_samples_that_a_hook_changes_in_place_are_refused() -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        clients.samples("train", 0)[0].clamp_(min=0)
+        return FedAvg.train(self, clients, down)
+
+    def predict(self: FedAvg, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
+        return clients.outputs(model, position, class_probabilities, x.sub_(x.mean()))
+
+    raises(r"Mistaken\.train changed x of its samples in place", train=train)
+    rule = FedAvg.traits.replace(predicts_by="rule")
+    raises(r"Mistaken\.predict changed x of its samples in place", traits=rule, predict=predict)
+
+
+@pytest.mark.parametrize("hook", ["download", "eval_download", "new_client_download"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_download_that_changes_the_state_of_the_server_is_refused(hook: str, in_place: bool) -> None:
+    def changing(self: FedAvg, server: State, cohort: Cohort) -> Message:
+        if in_place:
+            server["theta"] *= 0.9
+        else:
+            server["seen"] = torch.ones(1)
+        return Message(shared={"theta": server["theta"].clone()})
+
+    name, unseen = "theta" if in_place else "seen", "0.5" if hook == "new_client_download" else "0"
+    expected = rf"Mistaken\.{hook} changed server\['{name}'\]: results would depend on run.eval_every"
+    raises(expected, FedAvg, f"data.unseen_clients={unseen}", **{hook: changing})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (Tensor.double, "changed 'theta' from shape .* and type torch.float32 to shape .* torch.float64"),
+        (lambda theta: theta.view(1, -1), r"changed 'theta' from shape \[\d+\] .* to shape \[1, \d+\]"),
+        (float, "returned a .*float as 'theta'"),
+        (None, "dropped 'theta' from the state; a resumed run would not find it"),
+    ],
+)
+def test_a_state_that_could_not_be_resumed_is_refused_in_its_first_round(
+    change: Callable[[Tensor], Any] | None, expected: str
+) -> None:
+    def aggregate(self: FedAvg, server: State, cohort: Cohort, up: Upload) -> None:
+        theta = server.pop("theta")
+        if change is not None:
+            server["theta"] = theta.sum().item() if change is float else change(theta)
+
+    raises(rf"Mistaken\.aggregate {expected}", aggregate=aggregate)
+
+
+def test_two_names_of_one_tensor_are_refused() -> None:
+    def server_state(self: FedAvg) -> State:
+        theta = self.context.initial_parameters()
+        return {"theta": theta, "last": theta}
+
+    expected = r"server_state returned 'last' in the memory of 'theta': .*; return a \.clone\(\)"
+    raises(rf"Mistaken\.{expected}", server_state=server_state)
+
+
+def test_a_diagnostic_that_nothing_records_is_refused() -> None:
+    nowhere = (Diagnostic("nowhere", ("client",), "", ""),)
+    raises(r"diagnostics names 'nowhere', which neither server_state nor client_state", diagnostics=nowhere)
+
+
+def test_clients_that_start_with_one_tensor_for_all_have_rows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Expanded(FedAvg):
+        name = "expanded"
+
+        def client_state(self, clients: Sequence[int]) -> State:
+            return {"sum": torch.zeros(2).expand(len(clients), 2)}
+
+        def train(self, clients: ClientGroup, down: Message) -> Message:
+            clients["sum"] = clients["sum"] + torch.tensor(clients.ids).view(-1, 1)
+            return super().train(clients, down)
+
+    monkeypatch.setitem(METHODS, "expanded", Expanded)
+    run = Run("method.name=expanded", *MLP, "train.rounds=2")
+    assert run.clients["sum"].tolist() == [[0, 0], [2, 2], [4, 4], [6, 6]]
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_loss_that_is_no_number_is_refused(engine: str) -> None:
+    def loss(forward: Forward, tensors: State, batch: Batch) -> Tensor:
+        return forward.logits(tensors["theta"], batch.x).sum(dim=1)
+
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        gradient = clients.gradient_with_constants(loss, lambda batch: {})
+        return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
+
+    expected = r"a loss of one client has the shape \[\d+\]; return one number: \.mean\(\)"
+    raises(expected, FedAvg, f"run.engine={engine}", train=train)
+
+
+def test_an_extra_gradient_of_other_clients_is_refused() -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        w = down["theta"]
+        return Message(per_client={"theta": clients.sgd(w, extra_gradient=lambda *_: w).theta})
+
+    # a batch has fewer clients than the group, if their mini-batches differ in size
+    expected = r"extra_gradient returned shape .* for weights .*: tensor\[members\]"
+    raises(expected, FedAvg, "run.engine=batched", *UNEQUAL, train=train)
+
+
+def test_a_state_that_depends_on_the_group_is_refused() -> None:
+    def by_position(self: FedAvg, clients: Sequence[int]) -> State:
+        return {"number": torch.arange(len(clients))}
+
+    def by_client(self: FedAvg, clients: Sequence[int]) -> State:
+        return {"number": torch.zeros(len(clients), 1 + min(clients))}
+
+    for client_state in (by_position, by_client):
+        raises("returned another 'number' for client 3 alone than for it", client_state=client_state)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (
+            torch.zeros(1, 3),
+            r"cannot have the shape \[1, 3\] and type torch.float32: client_state has \[\d+\]",
+        ),
+        (
+            torch.zeros(1, 3, dtype=torch.int64),
+            "cannot have .* type torch.int64: client_state has .* torch.float32 for each",
+        ),
+    ],
+)
+def test_the_state_of_clients_keeps_its_shape_and_type(value: Tensor, expected: str) -> None:
+    def train(self: Local, clients: ClientGroup, down: Message) -> Message:
+        clients["theta"] = value
+        return Message()
+
+    raises(rf"clients\['theta'\] {expected}", Local, train=train)
+
+
+def test_names_that_are_not_there_are_answered_with_those_that_are() -> None:
+    def reads_state(self: Local, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": clients["tetha"]})
+
+    def reads_message(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": down["tetha"]})
+
+    raises("'tetha'.*: client_state does not return it; it returns theta", Local, train=reads_state)
+    raises("this message has no tensor 'tetha'; it has theta", train=reads_message)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda network, x: network(x), "returned rows that are no probabilities; .* logits.softmax"),
+        (lambda network, x: network(x).argmax(dim=1), r"returned shape \[\d+\]; expected: probabilities \["),
+        (lambda network, x: network(x).softmax(dim=1)[:, :-1], r"returned shape .*, 9\]; expected: .*, 10\]"),
+    ],
+)
+def test_predictions_must_be_probabilities(call: Callable[..., Tensor], expected: str) -> None:
+    def predict(self: FedAvg, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
+        return clients.outputs(model, position, call, x)
+
+    rule = FedAvg.traits.replace(predicts_by="rule")
+    raises(rf"Mistaken\.predict {expected}", traits=rule, predict=predict)
+
+
+class Tempered(FedAvg):
+    """Predicts with a temperature, which the server sends and `eval_model` shares."""
+
+    traits = FedAvg.traits.replace(predicts_by="rule")
+
+    def server_state(self) -> State:
+        return super().server_state() | {"temperature": torch.full((1,), 2.0)}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"], "temperature": server["temperature"]})
+
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(shared=dict(down.shared))
+
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
+        temperature = model["temperature"][position]
+        return clients.outputs(model, position, lambda network, x: network(x) / temperature, x).softmax(dim=1)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_fine_tuned_models_keep_what_else_is_evaluated(buffers: str) -> None:
+    keys = ("model.name=digits_cnn", "model.batchnorm=true", f"train.buffers={buffers}")
+    # after training, models are scored too
+    keys += ("data.unseen_clients=0.5", "train.finetune_epochs=1", "run.eval_every=1")
+    run = Run("method.name=fedavg", *keys, kind=Tempered)
+    for models in (run.evaluated(), run.adapted()):
+        assert (models["temperature"] == 2).all()
+        theta, statistics = models["theta"], models["buffers"]
+        assert len(theta) == len(statistics) > 1
+        assert not torch.equal(theta[0], theta[1])
+        assert not torch.equal(statistics[0], statistics[1])
