@@ -147,7 +147,8 @@ class Federation:
         if 10 * sum(sizes[name] for name in whole) > sum(sizes.values()):
             LOG.warning(
                 f"comm.codec=topk does not compress {', '.join(whole)} in the uploads of method.name="
-                f"{self.method.name}, which is no difference to the download; int8 and float16 do"
+                f"{self.method.name}: it compresses models whose earlier values were in the download; int8 "
+                "and float16 compress the others too"
             )
             self._has_warned_of_topk = True
 
