@@ -23,6 +23,7 @@ from hpcfl.methods.hook_results import (
     check_same_alone,
     check_state,
     kinds,
+    separate,
     unchanged,
     unchanged_state,
 )
@@ -197,6 +198,7 @@ class MethodAdapter:
         server |= averaged
         self._writing("end_round", server, cohort)
         check_kinds(self._hook("aggregate"), kinds_before, server, self.method.traits.growing_state)
+        separate(server)
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""

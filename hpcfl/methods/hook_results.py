@@ -85,15 +85,7 @@ def check_rows(hook: str, tensors: Tensors, count: int) -> None:
 def check_state(hook: str, state: Tensors) -> None:
     """Raise TypeError or ValueError for tensors that no checkpoint can hold."""
     check_tensors(hook, state)
-    places: dict[int, str] = {}
     for name, value in state.items():
-        # tensors without numbers, and those of a plan, have no memory
-        other = places.setdefault(value.data_ptr(), name) if value.data_ptr() else name
-        if other != name:
-            raise ValueError(
-                f"{hook} returned {name!r} in the memory of {other!r}: a change of one would change both, "
-                "and after a resume only one; return a .clone()"
-            )
         if any(other.startswith(f"{name}/") for other in state):
             raise ValueError(f"{hook} returned {name!r} beside '{name}/...'; give it another name")
         if not value.dim():
@@ -106,6 +98,18 @@ def check_state(hook: str, state: Tensors) -> None:
                 f"{hook} returned {name!r} of type {value.dtype} ({value.layout}); checkpoints hold dense "
                 "tensors of booleans, integers, float16, float32 or float64"
             )
+
+
+def separate(state: Tensors) -> None:
+    """Give tensors that share memory some of their own: after a resume, a change of one is no change of the
+    other."""
+    places: set[int] = set()
+    for name, value in state.items():
+        place = value.untyped_storage().data_ptr()
+        if place in places:
+            state[name] = value.clone()
+        # tensors without numbers, and those of a plan, have no memory
+        places |= {place} - {0}
 
 
 def check_same_alone(hook: str, client: int, rows: Tensors, alone: Tensors) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import differing, run_here, run_until_time_is_up
 from harness import MLP, SMALL, Run
 from processes import Mpirun
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.diagnostics import Diagnostic
@@ -232,13 +234,29 @@ def test_a_state_that_could_not_be_resumed_is_refused_in_its_first_round(
     raises(rf"Mistaken\.aggregate {expected}", aggregate=aggregate)
 
 
-def test_two_names_of_one_tensor_are_refused() -> None:
-    def server_state(self: FedAvg) -> State:
+class Twins(FedAvg):
+    """Keeps one model under two names, and changes one of them in place."""
+
+    name = "twins"
+
+    def server_state(self) -> State:
         theta = self.context.initial_parameters()
         return {"theta": theta, "last": theta}
 
-    expected = r"server_state returned 'last' in the memory of 'theta': .*; return a \.clone\(\)"
-    raises(rf"Mistaken\.{expected}", server_state=server_state)
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        server["theta"].mul_(0.5)
+        if cohort.round == 2:
+            server["last"] = server["theta"]
+
+
+def test_tensors_in_one_memory_are_as_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "twins", Twins)
+    keys = [*SMALL, *MLP, "method.name=twins", "train.rounds=4", "run.report=false"]
+    assert run_here(tmp_path / "whole", keys) == FINISHED
+    for _ in range(3):
+        assert run_until_time_is_up(tmp_path / "resumed", keys) == STOPPED
+    assert run_here(tmp_path / "resumed", keys) == FINISHED
+    assert not differing(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_a_diagnostic_that_nothing_records_is_refused() -> None:
