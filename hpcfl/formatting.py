@@ -67,10 +67,14 @@ def half_width(mean: float, width: float, digits: int, beside: float | None = No
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint that names the most similar known word, in any case; `otherwise` if none is similar."""
+    """Return a hint that names the most similar known word, or those that begin with this one, in any case;
+    `otherwise` if there is none."""
+    small = word.lower()
     by_small = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), by_small, n=1)
-    return f"; did you mean {by_small[near[0]]}?" if near else otherwise
+    # one letter is a large part of a short word; fedmtl is another method than fedmn
+    near = difflib.get_close_matches(small, by_small, n=1, cutoff=0.6 if len(word) < 5 else 0.75)
+    near = near or [name for name in by_small if name.startswith(small) and small]
+    return f"; did you mean {' or '.join(by_small[name] for name in near)}?" if near else otherwise
 
 
 def curve(values: Sequence[float], width: int, encoding: str) -> str:

@@ -49,7 +49,10 @@ def test_shares_and_intervals_are_in_points() -> None:
 
 def test_a_hint_names_the_most_similar_word() -> None:
     assert did_you_mean("roudns", ["round", "rounds", "lr"]) == "; did you mean rounds?"
-    assert did_you_mean("x", ["rounds"]) == ""
+    partitions = ["dirichlet", "iid", "dirichlet_pfllib"]
+    assert did_you_mean("Dir", partitions) == "; did you mean dirichlet or dirichlet_pfllib?"
+    for word, known in (("x", "rounds"), ("fedmtl", "fedmn"), ("", "rounds")):
+        assert did_you_mean(word, [known]) == ""
     assert did_you_mean("x", ["rounds"], "; see --help") == "; see --help"
 
 
