@@ -151,7 +151,7 @@ class MethodAdapter:
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
-        down = self.method.buffers.receive(clients, down)
+        down = self._received(clients, down)
         with self._on_clients("client_request", clients, down):
             request = self.method.client_request(clients, down)
         return self._rows("client_request", request, len(clients))
@@ -164,13 +164,13 @@ class MethodAdapter:
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
-        down = self.method.buffers.receive(clients, down)
+        down = self._received(clients, down)
         with self._on_clients("train", clients, down):
             up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
             raise TypeError(
-                f"{type(self.method).__name__}.train uploads no theta: override model_after_training to "
-                "return the trained models, or Message() if there are none"
+                f"{self._hook('train')} uploads no theta: override model_after_training to return the "
+                "trained models, or Message() if there are none"
             )
         self.method.buffers.keep(clients, up)
         return up
@@ -185,7 +185,6 @@ class MethodAdapter:
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
         before, unnoised = self._optimiser.before(server), self._private.before(server)
-        kinds_before = kinds(server)
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)
@@ -197,8 +196,6 @@ class MethodAdapter:
             self._optimiser.step(server, before)
         server |= averaged
         self._writing("end_round", server, cohort)
-        check_kinds(self._hook("aggregate"), kinds_before, server, self.method.traits.growing_state)
-        separate(server)
 
     def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Call `aggregate`, in which the upload must be read before the sharded state is used."""
@@ -207,13 +204,16 @@ class MethodAdapter:
             self._writing("aggregate", server, cohort, up)
 
     def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
-        """Call a hook that writes into the server's state."""
+        """Call a hook that writes into the server's state, which a checkpoint must be able to hold."""
+        before = kinds(server)
         returned = self._seeded(hook, server, cohort, *more)
         if returned is not None:
             raise TypeError(
                 f"{self._hook(hook)} returned a {type(returned).__name__}, which nobody reads; write into "
                 "server, as in server['theta'] = ..."
             )
+        check_kinds(self._hook(hook), before, server, self.method.traits.growing_state)
+        separate(server)
 
     def _seeded(self, hook: str, server: State, cohort: Cohort, *more: object) -> Any:
         """Call a hook of the server, in which own generators have a stream of (seed, hook, round)."""
@@ -223,9 +223,10 @@ class MethodAdapter:
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         epochs = self.method.context.train.finetune_epochs
+        down = self._received(clients, down)
         if epochs:
-            return self._models("finetune", clients, self._received(clients, down), epochs)
-        return self._models("eval_model", clients, self._received(clients, down))
+            return self._models("finetune", clients, down, epochs)
+        return self._models("eval_model", clients, down)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
@@ -264,6 +265,7 @@ class MethodAdapter:
         return f"{type(self.method).__name__}.{name}"
 
     def _received(self, clients: ClientGroup, down: Message) -> Message:
+        """Return a download on the group's device; the group computes with its running statistics."""
         return self.method.buffers.receive(clients, down)
 
     @contextmanager
