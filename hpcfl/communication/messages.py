@@ -107,6 +107,11 @@ class Message:
         """Names of the tensors, shared ones first."""
         return [*self.shared, *self.per_client]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors as they are stored, shared ones without a client axis."""
+        return self.shared | self.per_client
+
     def row_kinds(self) -> dict[str, str]:
         """Describe a client's row of each tensor: its type, its shape, and which layers of it are sent."""
         found = {}
@@ -161,8 +166,8 @@ def check_alike(kinds: Mapping[int, Mapping[str, str]]) -> None:
             if known.get(name) != found.get(name):
                 here, there = (of_one.get(name, "missing") for of_one in (known, found))
                 raise ValueError(
-                    f"all clients must send the same tensors, and {name!r} of client {one} is {here}, of "
-                    f"client {other} {there}"
+                    f"hooks must return the same tensors for all clients, and {name!r} of client {one} is "
+                    f"{here}, of client {other} {there}"
                 )
 
 

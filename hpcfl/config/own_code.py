@@ -11,9 +11,9 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.keys import Settings
 from hpcfl.errors import UserError
@@ -123,19 +123,16 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
             raise UserError(
                 f"{place}: {options.__name__} has {key}, but {group}.{key} is reserved; rename it"
             )
-    defaults = {
-        key: field.get_default(call_default_factory=True)
-        for key, field in options.model_fields.items()
-        if not field.is_required()
-    }
-    try:
-        options.model_validate(defaults)
-    except ValidationError as error:
-        wrong = [one for one in error.errors() if one["loc"] and one["loc"][0] in defaults]
-        if wrong:
-            name = str(wrong[0]["loc"][0])
+    for key, field in options.model_fields.items():
+        if field.is_required() or field.default_factory is not None or field.default is None:
+            continue
+        kind: Any = Annotated[field.annotation, None, *field.metadata]
+        try:
+            TypeAdapter(kind).validate_python(field.default)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
             raise UserError(
-                f"{place}: the default {defaults[name]!r} of {name} is not allowed: {wrong[0]['msg']}"
+                f"{place}: the default {field.default!r} of {key} is not allowed: {reason}"
             ) from error
 
 

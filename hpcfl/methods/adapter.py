@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -22,6 +23,7 @@ from hpcfl.methods.hook_results import (
     check_rows,
     check_same_alone,
     check_state,
+    check_type,
     kinds,
     separate,
     unchanged,
@@ -70,6 +72,7 @@ class MethodAdapter:
         with seeded_generators(self.method.context.seed, "server_state"):
             state = self.method.server_state()
         check_state(self._hook("server_state"), state)
+        separate(state)
         averages = self.method.traits.averages
         if averages and not state.keys() & averages:
             raise TypeError(
@@ -92,7 +95,7 @@ class MethodAdapter:
                 if one.name not in kept:
                     raise TypeError(
                         f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
-                        "client_state returns"
+                        "client_state returns; return it from one of them, such as torch.zeros(...)"
                     )
 
     def initial_clients(self, clients: Sequence[int]) -> State:
@@ -110,8 +113,8 @@ class MethodAdapter:
             raise ValueError(f"{hook} returned {BUFFERS!r}, which train.buffers=local keeps; rename it")
         if len(clients) > 1:
             check_same_alone(hook, clients[-1], state, self.method.client_state(clients[-1:]))
-        # rows of an expanded tensor could not be written one by one
-        state = {name: rows.contiguous() for name, rows in state.items()}
+        # memory of its own for each tensor, for any number of clients: hooks may change it in place
+        state = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in state.items()}
         return state | self.method.buffers.in_clients(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:
@@ -159,7 +162,8 @@ class MethodAdapter:
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
-        response = self._seeded("server_response", server, cohort, requests)
+        with self._state_of_kind("server_response", server):
+            response = self._seeded("server_response", server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -204,14 +208,20 @@ class MethodAdapter:
             self._writing("aggregate", server, cohort, up)
 
     def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
-        """Call a hook that writes into the server's state, which a checkpoint must be able to hold."""
-        before = kinds(server)
-        returned = self._seeded(hook, server, cohort, *more)
+        """Call a hook that writes into the server's state."""
+        with self._state_of_kind(hook, server):
+            returned = self._seeded(hook, server, cohort, *more)
         if returned is not None:
             raise TypeError(
                 f"{self._hook(hook)} returned a {type(returned).__name__}, which nobody reads; write into "
                 "server, as in server['theta'] = ..."
             )
+
+    @contextmanager
+    def _state_of_kind(self, hook: str, server: State) -> Iterator[None]:
+        """Check at the end of the block that a resume finds the server's tensors as they are here."""
+        before = kinds(server)
+        yield
         check_kinds(self._hook(hook), before, server, self.method.traits.growing_state)
         separate(server)
 
@@ -242,8 +252,10 @@ class MethodAdapter:
 
     def _models(self, hook: str, clients: ClientGroup, down: Message, *more: object) -> Message:
         """Call a hook that returns models and writes no state, and add running statistics to its models."""
-        with clients.read_only(), self._on_clients(hook, clients, down):
+        with clients.read_only(), self._on_clients(hook, clients, down, *more):
             models = self._message(hook, getattr(self.method, hook)(clients, down, *more), len(clients))
+        for name in models.names:
+            check_type(self._hook(hook), name, models[name])
         needs_theta = self.method.traits.predicts_by == "network" and not hook.startswith("model_after")
         if needs_theta and "theta" not in models:
             names = ", ".join(models.names) or "nothing"
@@ -255,10 +267,21 @@ class MethodAdapter:
     ) -> tuple[Tensor, Tensor]:
         """Return class probabilities [n, K] of a client's samples of a split, and their classes [n]."""
         x, y = clients.samples(split, position)
-        with self._on_clients("predict", clients, model):
+        read = clients.pool | {f"{name!r} of its model": tensor for name, tensor in model.tensors.items()}
+        with clients.seeding_generators(), unchanged(self._hook("predict"), [], read):
             found = self.method.predict(clients, model, position, x)
         check_probabilities(self._hook("predict"), found, len(y), self.method.context.num_classes)
         return found, y
+
+    def server_diagnostics(self, server: State) -> State:
+        """Return what an evaluation records of the server's state."""
+        with unchanged_state(self._hook("server_diagnostics"), server):
+            return self.method.server_diagnostics(server)
+
+    def derived(self, server: State) -> State:
+        """Return tensors for readers of a checkpoint."""
+        with unchanged_state(self._hook("derived"), server):
+            return self.method.derived(server)
 
     def _hook(self, name: str) -> str:
         """Return a hook's name in errors."""
@@ -269,10 +292,10 @@ class MethodAdapter:
         return self.method.buffers.receive(clients, down)
 
     @contextmanager
-    def _on_clients(self, hook: str, clients: ClientGroup, given: Message) -> Iterator[None]:
+    def _on_clients(self, hook: str, clients: ClientGroup, *given: object) -> Iterator[None]:
         """Call a hook inside: its generators have a stream, and what others read too must not change."""
-        read = {f"{name!r} of its message": given[name] for name in given.names}
-        with clients.seeding_generators(), unchanged(self._hook(hook), read | clients.pool):
+        messages = [one for one in given if isinstance(one, Message)]
+        with clients.seeding_generators(), unchanged(self._hook(hook), messages, clients.pool):
             yield
 
     def _message(self, hook: str, value: Message, count: int) -> Message:

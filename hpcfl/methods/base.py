@@ -179,7 +179,13 @@ class Method:
             return self.eval_model(clients, down)
         if self.traits.predicts_by == "network":
             return Message(per_client={"theta": up["theta"]})
-        return self._with_theta(self.eval_model(clients, down), clients, up["theta"])
+        model = self.eval_model(clients, down)
+        if "theta" not in model:
+            raise TypeError(
+                f"{type(self).__name__}.eval_model returns no theta to replace by the trained one: override "
+                "model_after_training"
+            )
+        return self._with_theta(model, clients, up["theta"])
 
     @staticmethod
     def _with_theta(model: Message, clients: ClientGroup, theta: Tensor) -> Message:

@@ -11,9 +11,6 @@ HISTORY_LIMIT = 10_000
 2,500 evaluations)."""
 
 
-_AXES = ("client", "layer", "branch", "component", "path")
-
-
 @dataclass(frozen=True)
 class Diagnostic:
     """A quantity of the server's or the clients' state that every evaluation records.
@@ -43,11 +40,5 @@ class Diagnostic:
     """Returns names of the entries along the last axis, given the method's parameters; None: numbers."""
 
     def __post_init__(self) -> None:
-        first, *others = self.axes or ("",)
-        if first != "client":
+        if self.axes[:1] != ("client",):
             raise ValueError(f"diagnostic {self.name!r}: the first of its axes {self.axes} must be 'client'")
-        if len(others) > 2 or (len(others) == 2 and others[0] != "layer") or not {*others} <= {*_AXES}:
-            raise ValueError(
-                f"diagnostic {self.name!r}: its axes are {self.axes}; allowed after 'client': one of "
-                f"{', '.join(_AXES)}, and before it 'layer'"
-            )

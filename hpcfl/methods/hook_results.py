@@ -7,7 +7,7 @@ K classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,11 @@ from hpcfl.parameters import ParameterLayout, Tensors
 
 _NAME = r"(?!\.)[^/]+(/(?!\.)[^/]+)*"
 """Names of tensors; checkpoints have a group for what is before a slash."""
+
+_TYPES = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+}
 
 Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 """Type and shape of tensors, by name."""
@@ -33,7 +38,7 @@ def check_message(hook: str, value: Message, count: int, layout: ParameterLayout
         raise ValueError(f"{hook} returned {', '.join(twice)} both as shared and as per_client; give one")
     check_tensors(hook, value.shared)
     check_rows(hook, value.per_client, count)
-    tensors = value.shared | value.per_client
+    tensors = value.tensors
     theta, size, kind = tensors.get("theta"), layout.size, torch.get_default_dtype()
     if theta is not None and (not theta.dim() or theta.shape[-1] != size or theta.dtype != kind):
         raise ValueError(
@@ -63,12 +68,12 @@ def check_tensors(hook: str, tensors: Tensors) -> None:
     for name, value in tensors.items():
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
             raise TypeError(
-                f"{hook} returned a tensor named {name!r}; names are words, or words joined by a slash"
+                f"{hook}: a tensor is named {name!r}; names are words, or words joined by a slash"
             )
         if not isinstance(value, Tensor):
-            raise TypeError(f"{hook} returned a {type(value).__name__} as {name!r}; return a torch.Tensor")
+            raise TypeError(f"{hook}: {name!r} is a {type(value).__name__}; give a torch.Tensor")
         if value.requires_grad:
-            raise TypeError(f"{hook} returned {name!r} with its gradient's graph; return {name}.detach()")
+            raise TypeError(f"{hook}: {name!r} has a graph for gradients; give {name}.detach()")
 
 
 def check_rows(hook: str, tensors: Tensors, count: int) -> None:
@@ -86,18 +91,24 @@ def check_state(hook: str, state: Tensors) -> None:
     """Raise TypeError or ValueError for tensors that no checkpoint can hold."""
     check_tensors(hook, state)
     for name, value in state.items():
-        if any(other.startswith(f"{name}/") for other in state):
-            raise ValueError(f"{hook} returned {name!r} beside '{name}/...'; give it another name")
+        parents = (name[: slash.start()] for slash in re.finditer("/", name))
+        if parent := next((parent for parent in parents if parent in state), None):
+            raise ValueError(f"{hook}: {parent!r} and {name!r} exclude each other; rename one")
         if not value.dim():
             raise ValueError(
-                f"{hook} returned {name!r} as a single number; checkpoints hold tensors with an axis, "
-                "such as torch.zeros(1)"
+                f"{hook}: {name!r} is a single number; checkpoints hold tensors with an axis, such as "
+                "torch.zeros(1)"
             )
-        if value.is_sparse or value.is_complex() or value.dtype == torch.bfloat16:
-            raise TypeError(
-                f"{hook} returned {name!r} of type {value.dtype} ({value.layout}); checkpoints hold dense "
-                "tensors of booleans, integers, float16, float32 or float64"
-            )
+        check_type(hook, name, value)
+
+
+def check_type(hook: str, name: str, value: Tensor) -> None:
+    """Raise TypeError for a tensor that no checkpoint can hold."""
+    if value.layout != torch.strided or value.dtype not in _TYPES:
+        raise TypeError(
+            f"{hook}: {name!r} is of type {value.dtype} ({value.layout}); checkpoints hold dense tensors of "
+            "booleans, integers, float16, float32 or float64"
+        )
 
 
 def separate(state: Tensors) -> None:
@@ -121,7 +132,8 @@ def check_same_alone(hook: str, client: int, rows: Tensors, alone: Tensors) -> N
         if not same or last[name].shape != own[name].shape or last[name].tobytes() != own[name].tobytes():
             raise ValueError(
                 f"{hook} returned another {name!r} for client {client} alone than for it among others; a "
-                "client's state may depend on its id only: ranks call the hook for their own clients"
+                "client's state may depend on its id only, even in the last bits: each rank calls the hook "
+                "for its own clients"
             )
 
 
@@ -149,24 +161,30 @@ def check_kinds(hook: str, before: Kinds, state: Tensors, growing: Collection[st
 
 
 @contextmanager
-def unchanged(hook: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise TypeError at the end of the block if one of these tensors was changed in place."""
-    before = {name: tensor._version for name, tensor in tensors.items()}
+def unchanged(hook: str, messages: Sequence[Message], others: Tensors) -> Iterator[None]:
+    """Raise TypeError at the end of the block if a tensor of the messages was changed in place, or one of the
+    others, which are compared by torch's count alone: they are too large to add up."""
+    tensors = {
+        f"{name!r} of its message": tensor for message in messages for name, tensor in message.tensors.items()
+    }
+    before = {name: _fingerprint(tensor) for name, tensor in tensors.items()}
+    counts = {name: _version(tensor) for name, tensor in others.items()}
     yield
-    for name, tensor in tensors.items():
-        if tensor._version != before[name]:
-            raise TypeError(
-                f"{hook} changed {name} in place, which others read too, such as the next clients; change a "
-                "copy of it, such as .clone()"
-            )
+    changed = [name for name, tensor in tensors.items() if _fingerprint(tensor) != before[name]]
+    changed += [name for name, tensor in others.items() if _version(tensor) != counts[name]]
+    if changed:
+        raise TypeError(
+            f"{hook} changed {changed[0]} in place, which others read too, such as the next clients; change "
+            "a copy of it, such as .clone()"
+        )
 
 
 @contextmanager
 def unchanged_state(hook: str, server: Tensors) -> Iterator[None]:
     """Raise TypeError at the end of the block if the server's state was changed, in place or by name."""
-    before = {name: (id(value), value._version) for name, value in server.items()}
+    before = {name: (id(value), _version(value)) for name, value in server.items()}
     yield
-    after = {name: (id(value), getattr(value, "_version", None)) for name, value in server.items()}
+    after = {name: (id(value), _version(value)) for name, value in server.items()}
     for name in [*before, *after]:
         if before.get(name) != after.get(name):
             raise TypeError(
@@ -184,11 +202,27 @@ def check_probabilities(hook: str, found: Tensor, num_samples: int, num_classes:
             f"{hook} returned shape {[*found.shape]}; expected: probabilities [{num_samples}, {num_classes}] "
             f"of {num_samples} samples and {num_classes} classes"
         )
-    if bool((found < 0).any() | ((found.sum(dim=1) - 1).abs() > 0.01).any()):
+    if bool((found < -0.01).any() | ((found.sum(dim=1) - 1).abs() > 0.01).any()):
         raise ValueError(
             f"{hook} returned rows that are no probabilities; expected: numbers from 0 on with sum 1, "
             "such as logits.softmax(dim=1)"
         )
+
+
+def _version(value: object) -> int | None:
+    """Return how often torch has seen a tensor change in place; None where it does not count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _fingerprint(tensor: Tensor) -> tuple[int | None, str]:
+    """Return what tells whether a tensor was changed in place.
+
+    Its version does not count changes through `.data`, `.numpy()` or `vector_to_parameters`; its sum shows
+    them, and on a GPU it would wait.
+    """
+    is_added = tensor.device.type == "cpu" and not tensor.is_complex()
+    # as text, in which nan equals nan
+    return _version(tensor), str(tensor.sum().item()) if is_added else ""
 
 
 def _described(dtype: torch.dtype, shape: torch.Size) -> str:

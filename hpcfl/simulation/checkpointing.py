@@ -82,7 +82,7 @@ class Saver:
                     layout=self._method.layout.slots,
                     data=self._federation.experiment.data,
                     server=server,
-                    derived=self._method.derived(server),
+                    derived=self._adapter.derived(server),
                     clients=self._client_rows(),
                     history=self._ledger.history,
                     ledger=self._ledger.tables,
@@ -129,7 +129,7 @@ class Saver:
             if part not in found or (found[part] != shape and not can_grow):
                 return part
         recorded = {
-            name: tuple(value.shape) for name, value in self._method.server_diagnostics(server).items()
+            name: tuple(value.shape) for name, value in self._adapter.server_diagnostics(server).items()
         }
         for name, values in checkpoint.history.items():
             # diagnostics of clients have one entry per client

@@ -126,6 +126,8 @@ class ClientGroup:
         if not self._can_write:
             raise self._not_writable(name)
         stored = self._stored(name)
+        if not isinstance(value, Tensor) or value.requires_grad:
+            raise TypeError(f"clients[{name!r}] cannot be {type(value).__name__}: set a tensor, detached")
         if value.shape != (len(self), *stored.shape[1:]) or value.dtype != stored.dtype:
             raise ValueError(
                 f"clients[{name!r}] cannot have the shape {[*value.shape]} and type {value.dtype}: "
@@ -400,13 +402,7 @@ class ClientGroup:
             weights = descent.theta[batch.members]
             slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
-                extra = extra_gradient(weights, batch.members)
-                if extra.shape != weights.shape:
-                    raise ValueError(
-                        f"extra_gradient returned shape {[*extra.shape]} for weights {[*weights.shape]}; "
-                        "take the batch's clients of other tensors: tensor[members]"
-                    )
-                slope = slope + extra
+                slope = slope + extra_gradient(weights, batch.members)
             descent.step(batch.members, slope)
             self.record(batch, losses)
         return Trained(descent.theta, self.steps - steps_before)

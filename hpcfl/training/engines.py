@@ -146,10 +146,10 @@ class BatchedEngine:
 
 
 def _one_number(loss: Tensor) -> Tensor:
-    """Return a client's loss; raise ValueError if it is not one number."""
-    if loss.dim():
+    """Return a client's loss [] ; raise ValueError if it is not one number."""
+    if loss.numel() != 1:
         raise ValueError(f"a loss of one client has the shape {[*loss.shape]}; return one number: .mean()")
-    return loss
+    return loss.reshape(())
 
 
 def set_cuda_arithmetic(tf32: bool) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import differing, run_here, run_until_time_is_up
-from harness import MLP, SMALL, Run
+from bits import differing, method_settings, run_here, run_until_time_is_up
+from harness import MLP, SMALL, Run, make_network
 from processes import Mpirun
 from torch import Tensor
+from torch.nn.utils import vector_to_parameters
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
@@ -21,13 +22,21 @@ from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.methods.fedmn import FedMN
 from hpcfl.methods.local import Local
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import class_probabilities
 
-UNEQUAL = ("data.partition.name=dirichlet", "data.partition.beta=0.5", "data.per_client=null")
+
+def as_network(theta: Tensor) -> None:
+    """Train a network of one's own from a model, which then shares its memory."""
+    network = make_network("mlp", hidden=[16])
+    vector_to_parameters(theta, network.parameters())
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.sub_(0.1)
 
 
 def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any) -> None:
@@ -47,24 +56,32 @@ def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any)
         ("train", None, r"train returned a NoneType; return Message\("),
         ("train", Message(per_client={"theta": torch.zeros(2, 3)}), r"'theta' of shape \[2, 3\] for 1 c"),
         ("train", Message(per_client={"theta": torch.zeros(1, 3)}), r"'theta' of shape \[1, 3\] and type to"),
-        ("train", Message(per_client={"theta": np.zeros((1, 3))}), "returned a ndarray as 'theta'; ret"),
+        ("train", Message(per_client={"theta": np.zeros((1, 3))}), "'theta' is a ndarray; give a torch.T"),
         ("client_state", None, "client_state returned a NoneType; return a dictionary of tensors by name"),
         ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
-        ("client_state", {0: torch.zeros(4)}, "client_state returned a tensor named 0; names are words"),
-        ("server_state", {"/h": torch.zeros(4)}, "server_state returned a tensor named '/h'; names are"),
-        ("server_state", {"m": 0.5}, "server_state returned a float as 'm'; return a torch.Tensor"),
-        ("server_state", {"m": torch.tensor(0.5)}, "returned 'm' as a single number; .* such as torch.zeros"),
-        ("server_state", {"m": torch.zeros(2, dtype=torch.bfloat16)}, "'m' of type torch.bfloat16"),
-        ("server_state", {"a": torch.zeros(2), "a/b": torch.zeros(2)}, "returned 'a' beside 'a/...'; give"),
+        ("client_state", {0: torch.zeros(4)}, "a tensor is named 0; names are words"),
+        ("server_state", {"/h": torch.zeros(4)}, "a tensor is named '/h'; names are"),
+        ("server_state", {"m": 0.5}, "'m' is a float; give a torch.Tensor"),
+        ("server_state", {"m": torch.tensor(0.5)}, "'m' is a single number; .* such as torch.zeros"),
+        ("server_state", {"m": torch.zeros(2, dtype=torch.bfloat16)}, "'m' is of type torch.bfloat16"),
+        (
+            "server_state",
+            {"a": torch.zeros(2), "a/b": torch.zeros(2)},
+            "'a' and 'a/b' exclude each other; rename one",
+        ),
         ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
-        ("download", Message(shared={"theta": 1.0}), "returned a float as 'theta'; return a torch.Tensor"),
+        ("download", Message(shared={"theta": 1.0}), "'theta' is a float; give a torch.Tensor"),
         (
             "download",
             Message({"x": torch.zeros(1)}, {"x": torch.zeros(4, 1)}),
             "returned x both as shared and as per_client; give one",
         ),
         ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
-        ("train", Message(per_client={"x": torch.ones(1, 2, requires_grad=True)}), r"'x' .* return x.detach"),
+        (
+            "train",
+            Message(per_client={"x": torch.ones(1, 2, requires_grad=True)}),
+            r"'x' has a graph for gradients; give x.detach",
+        ),
         (
             "client_state",
             {"buffers": torch.zeros(4, 2)},
@@ -76,7 +93,7 @@ def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any)
     ],
 )
 def test_a_hook_with_a_wrong_return_value_is_named(hook: str, value: object, expected: str) -> None:
-    raises(rf"Mistaken\.{hook} .*{expected.removeprefix(f'{hook} ')}", **{hook: lambda *_: value})
+    raises(rf"Mistaken\.{hook}.* {expected.removeprefix(f'{hook} ')}", **{hook: lambda *_: value})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +147,10 @@ DIFFERENT_UPLOADS = [
 def test_clients_that_send_different_tensors_are_named(
     of_even: Tensor | None, of_odd: Tensor | None, expected: str
 ) -> None:
-    raises(f"all clients must send the same tensors, and 'sent' {expected}", train=of_parity(of_even, of_odd))
+    raises(
+        f"hooks must return the same tensors for all clients, and 'sent' {expected}",
+        train=of_parity(of_even, of_odd),
+    )
 
 
 def test_clients_that_send_different_layers_are_named() -> None:
@@ -166,7 +186,7 @@ def test_different_tensors_of_clients_on_different_ranks_are_named(tmp_path: Pat
     done = mpirun(3, "-m", "hpcfl.main", *words, timeout=60, check=False)
     assert done.returncode == 1
     expected = "'sent' of client 0 is torch.int64 [], of client 2 torch.float32 []"
-    assert f"ValueError: all clients must send the same tensors, and {expected}" in done.stderr
+    assert f"ValueError: hooks must return the same tensors for all clients, and {expected}" in done.stderr
 
 
 # What hooks must not change
@@ -184,6 +204,45 @@ def test_a_download_that_a_hook_changes_in_place_is_refused() -> None:
     expected = r"changed 'theta' of its message in place, which others read too, .* such as \.clone\(\)"
     raises(rf"Mistaken\.train {expected}", train=train)
     raises(rf"Mistaken\.eval_model {expected}", eval_model=eval_model)
+
+
+@pytest.mark.parametrize("change", [lambda w: w.data.mul_(0.9), lambda w: w.numpy().fill(0), as_network])
+def test_a_change_that_torch_does_not_count_is_refused(change: Callable[[Tensor], Any]) -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        trained = clients.sgd(down["theta"]).theta
+        change(down["theta"][0])
+        return Message(per_client={"theta": trained})
+
+    raises(r"Mistaken\.train changed 'theta' of its message in place", train=train)
+
+
+def test_an_upload_that_its_scoring_changes_is_refused() -> None:
+    def scored(self: FedAvg, clients: ClientGroup, down: Message, up: Message) -> Message:
+        return Message(per_client={"theta": up["theta"].mul_(0.5)})
+
+    expected = r"Mistaken\.model_after_training changed 'theta' of its message"
+    raises(expected, model_after_training=scored)
+
+
+def test_tensors_whose_changes_torch_does_not_count_may_be_in_the_state() -> None:
+    @torch.inference_mode()
+    def aggregate(self: FedAvg, server: State, cohort: Cohort, up: Upload) -> None:
+        FedAvg.aggregate(self, server, cohort, up)
+
+    kind = type("Inferring", (FedAvg,), {"aggregate": aggregate})
+    assert Run("method.name=fedavg", *MLP, "train.rounds=2", kind=kind).server["theta"].is_inference()
+
+
+@pytest.mark.parametrize("hook", ["server_diagnostics", "derived"])
+def test_records_change_no_state(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(self: FedAvg, server: State) -> State:
+        return {"theta": server["theta"].mul_(0.9)}
+
+    monkeypatch.setitem(
+        METHODS, "mistaken", type("Mistaken", (FedAvg,), {hook: recorded, "name": "mistaken"})
+    )
+    with pytest.raises(TypeError, match=rf"Mistaken\.{hook} changed server\['theta'\]"):
+        run_here(tmp_path / "run", [*SMALL, *MLP, "method.name=mistaken", "run.report=false"])
 
 
 def test_samples_that_a_hook_changes_in_place_are_refused() -> None:
@@ -219,7 +278,7 @@ def test_a_download_that_changes_the_state_of_the_server_is_refused(hook: str, i
     [
         (Tensor.double, "changed 'theta' from shape .* and type torch.float32 to shape .* torch.float64"),
         (lambda theta: theta.view(1, -1), r"changed 'theta' from shape \[\d+\] .* to shape \[1, \d+\]"),
-        (float, "returned a .*float as 'theta'"),
+        (float, "'theta' is a float; give a torch.Tensor"),
         (None, "dropped 'theta' from the state; a resumed run would not find it"),
     ],
 )
@@ -231,7 +290,7 @@ def test_a_state_that_could_not_be_resumed_is_refused_in_its_first_round(
         if change is not None:
             server["theta"] = theta.sum().item() if change is float else change(theta)
 
-    raises(rf"Mistaken\.aggregate {expected}", aggregate=aggregate)
+    raises(rf"Mistaken\.aggregate:? {expected}", aggregate=aggregate)
 
 
 class Twins(FedAvg):
@@ -270,8 +329,10 @@ def test_clients_that_start_with_one_tensor_for_all_have_rows_of_their_own(
     class Expanded(FedAvg):
         name = "expanded"
 
+        start = torch.zeros(2)
+
         def client_state(self, clients: Sequence[int]) -> State:
-            return {"sum": torch.zeros(2).expand(len(clients), 2)}
+            return {"sum": self.start.expand(len(clients), 2)}
 
         def train(self, clients: ClientGroup, down: Message) -> Message:
             clients["sum"] = clients["sum"] + torch.tensor(clients.ids).view(-1, 1)
@@ -280,6 +341,25 @@ def test_clients_that_start_with_one_tensor_for_all_have_rows_of_their_own(
     monkeypatch.setitem(METHODS, "expanded", Expanded)
     run = Run("method.name=expanded", *MLP, "train.rounds=2")
     assert run.clients["sum"].tolist() == [[0, 0], [2, 2], [4, 4], [6, 6]]
+    # also where a rank has one client, of whom a view would be as it is written
+    view = run.driver.initial_clients([0])["sum"]
+    assert view.untyped_storage().data_ptr() != run.method.start.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_loss_may_have_an_axis_of_one_number(engine: str) -> None:
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        def loss(forward: Forward, tensors: State, batch: Batch) -> Tensor:
+            return forward.cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y).view(1)
+
+        gradient = clients.gradient_with_constants(loss, lambda batch: {})
+        return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
+
+    keys = ("method.name=fedavg", *MLP, f"run.engine={engine}")
+    own, plain = (
+        Run(*keys, kind=kind).server["theta"] for kind in (type("Own", (FedAvg,), {"train": train}), None)
+    )
+    torch.testing.assert_close(own, plain)
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
@@ -295,14 +375,15 @@ def test_a_loss_that_is_no_number_is_refused(engine: str) -> None:
     raises(expected, FedAvg, f"run.engine={engine}", train=train)
 
 
-def test_an_extra_gradient_of_other_clients_is_refused() -> None:
-    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
-        w = down["theta"]
-        return Message(per_client={"theta": clients.sgd(w, extra_gradient=lambda *_: w).theta})
+def test_a_response_that_changes_a_type_of_the_state_is_refused() -> None:
+    def server_response(self: FedMN, server: State, cohort: Cohort, requests: State) -> Message:
+        response = FedMN.server_response(self, server, cohort, requests)
+        server["theta"] = server["theta"].double()
+        return response
 
-    # a batch has fewer clients than the group, if their mini-batches differ in size
-    expected = r"extra_gradient returned shape .* for weights .*: tensor\[members\]"
-    raises(expected, FedAvg, "run.engine=batched", *UNEQUAL, train=train)
+    kind = type("Mistaken", (FedMN,), {"server_response": server_response})
+    with pytest.raises(ValueError, match=r"Mistaken\.server_response changed 'theta' from .* torch\.float64"):
+        Run("method.name=fedmn", *method_settings("fedmn"), kind=kind)
 
 
 def test_a_state_that_depends_on_the_group_is_refused() -> None:
@@ -362,6 +443,16 @@ def test_predictions_must_be_probabilities(call: Callable[..., Tensor], expected
 
     rule = FedAvg.traits.replace(predicts_by="rule")
     raises(rf"Mistaken\.predict {expected}", traits=rule, predict=predict)
+
+
+def test_evaluated_models_with_parts_of_other_shapes_are_refused_at_once() -> None:
+    def eval_model(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        own = torch.zeros(1, 1 + clients.ids[0])
+        return Message(per_client={"theta": down["theta"], "own": own})
+
+    raises(
+        r"'own' of client 0 is torch\.float32 \[1\], of client 1 torch\.float32 \[2\]", eval_model=eval_model
+    )
 
 
 class Tempered(FedAvg):
