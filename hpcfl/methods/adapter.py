@@ -267,6 +267,8 @@ class MethodAdapter:
     ) -> tuple[Tensor, Tensor]:
         """Return class probabilities [n, K] of a client's samples of a split, and their classes [n]."""
         x, y = clients.samples(split, position)
+        if self.method.traits.predicts_by == "network":
+            return self.method.predict(clients, model, position, x), y
         read = clients.pool | {f"{name!r} of its model": tensor for name, tensor in model.tensors.items()}
         with clients.seeding_generators(), unchanged(self._hook("predict"), [], read):
             found = self.method.predict(clients, model, position, x)

@@ -214,15 +214,16 @@ def _version(value: object) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-def _fingerprint(tensor: Tensor) -> tuple[int | None, str]:
+def _fingerprint(tensor: Tensor) -> tuple[int | None, float | None]:
     """Return what tells whether a tensor was changed in place.
 
     Its version does not count changes through `.data`, `.numpy()` or `vector_to_parameters`; its sum shows
     them, and on a GPU it would wait.
     """
-    is_added = tensor.device.type == "cpu" and not tensor.is_complex()
-    # as text, in which nan equals nan
-    return _version(tensor), str(tensor.sum().item()) if is_added else ""
+    is_added = tensor.device.type == "cpu" and tensor.numel() and not tensor.is_complex()
+    total = tensor.sum().item() if is_added else None
+    # nan does not equal itself
+    return _version(tensor), total if total == total else None
 
 
 def _described(dtype: torch.dtype, shape: torch.Size) -> str:
