@@ -175,9 +175,13 @@ def test_pfedmb_trains_on_40_thousand_and_validates_and_tests_on_10_thousand_ima
     assert split_sizes(partitioned(load(name))[1]) == pytest.approx([40000, 10000, 10000], abs=40)
 
 
+NOT_COMPARED: set[str] = set()
+"""Methods that nobody has tuned and run for the table of baselines."""
+
+
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     cells = table_of("baselines").cells
-    assert {cell.config.method.name for cell in cells} == set(METHODS)
+    assert {cell.config.method.name for cell in cells} == METHODS.keys() - NOT_COMPARED
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
     arrays, parts = partitioned(cells[0].config)
