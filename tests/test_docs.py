@@ -79,6 +79,11 @@ def test_generated_pages_match_the_code() -> None:
     assert {path: path.read_text() for path in there} == pages()
 
 
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"[\w/]+\.md", (DOCS.parent / ".mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
 def test_the_number_of_methods_is_right() -> None:
     for page in (README, DOCS / "README.md"):
         assert f"{len(METHODS)} methods under one protocol" in page.read_text()

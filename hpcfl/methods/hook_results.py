@@ -45,6 +45,7 @@ def check_message(hook: str, value: Message, count: int, layout: ParameterLayout
             f"{hook} returned 'theta' of {_described(theta.dtype, theta.shape)}; expected: {size} numbers of "
             f"type {kind} in the last axis"
         )
+    check_tensors(hook, value.layer_mask)
     for name, mask in value.layer_mask.items():
         if name not in tensors:
             names = ", ".join(tensors) or "none"

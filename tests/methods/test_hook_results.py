@@ -76,6 +76,11 @@ def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any)
             Message({"x": torch.zeros(1)}, {"x": torch.zeros(4, 1)}),
             "returned x both as shared and as per_client; give one",
         ),
+        (
+            "train",
+            Message(layer_mask=torch.ones(2) > 0),
+            "train returned a Tensor; return a dictionary of te",
+        ),
         ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
         (
             "train",
