@@ -276,12 +276,7 @@ STRIPES_OF = 'arrays_of(x, y, "stripes")'
 @pytest.mark.parametrize(
     ("key", "old", "new", "expected"),
     [
-        (
-            METHOD,
-            "Field(1, ge=0)",
-            "'one'",
-            ": the default 'one' of left_out is not allowed: In",
-        ),
+        (METHOD, "Field(1, ge=0)", "'one'", ": the default 'one' of left_out is not allowed: In"),
         (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
         (METHOD, "Field(1, ge=0)", "Field(-1, ge=0)", ": the default -1 of left_out is not allowed: Input"),
         (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcfl.communication.codecs import IDENTITY, Codec, Frame, UploadCoding
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Cohort, Message, Piece, check_alike
+from hpcfl.communication.messages import Cohort, Message, Piece, SameKinds
 from hpcfl.communication.upload import FixedPointSum, Upload
 from hpcfl.parameters import Layer, spread
 
@@ -146,7 +146,9 @@ class Channel:
         own = self.own(cohort)
         header = pickle.dumps((cohort.clients[own[0]], message.row_kinds(), frames_of_rank)) if own else b""
         headers = [pickle.loads(header) for header in self._world.gather_bytes(header) or () if header]
-        check_alike({client: kinds for client, kinds, _ in headers})
+        same = SameKinds()
+        for client, kinds, _ in headers:
+            same.check(client, kinds)
         first = headers[0][2] if headers else []
         frames = {}
         for described in pickle.loads(self._world.broadcast_bytes(pickle.dumps(first))):

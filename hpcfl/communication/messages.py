@@ -158,16 +158,22 @@ class Message:
         )
 
 
-def check_alike(kinds: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise ValueError if clients send different tensors, given the `Message.row_kinds` of some by id."""
-    one, known = next(iter(kinds.items()), (-1, {}))
-    for other, found in kinds.items():
-        for name in [*known, *found]:
-            if known.get(name) != found.get(name):
-                here, there = (of_one.get(name, "missing") for of_one in (known, found))
+class SameKinds:
+    """Checks that clients' messages have the same tensors; the first one decides which."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, Mapping[str, str]] | None = None
+
+    def check(self, client: int, kinds: Mapping[str, str]) -> None:
+        """Raise ValueError unless a client's `Message.row_kinds` are those of the first client."""
+        self._first = self._first or (client, kinds)
+        one, known = self._first
+        for name in [*known, *kinds]:
+            if known.get(name) != kinds.get(name):
+                here, there = (of_one.get(name, "missing") for of_one in (known, kinds))
                 raise ValueError(
                     f"hooks must return the same tensors for all clients, and {name!r} of client {one} is "
-                    f"{here}, of client {other} {there}"
+                    f"{here}, of client {client} {there}"
                 )
 
 

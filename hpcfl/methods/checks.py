@@ -46,10 +46,9 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
             raise TypeError(
                 f"{kind.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
             )
-    if not isinstance(name := vars(kind).get("name", kind.__name__), str) or not re.fullmatch(
-        r"[\w.+-]+", name
-    ):
-        raise TypeError(f"{kind.__name__}.name cannot be {name!r}; allowed: letters, digits and _ . + -")
+    own_name = vars(kind).get("name", kind.__name__)
+    if not isinstance(own_name, str) or not re.fullmatch(r"[\w.+-]+", own_name):
+        raise TypeError(f"{kind.__name__}.name cannot be {own_name!r}; allowed: letters, digits and _ . + -")
     if wrong := [unit for unit in kind.privacy_units if unit not in get_args(PrivacyUnit)]:
         units = ", ".join(get_args(PrivacyUnit))
         raise TypeError(f"{kind.__name__}.privacy_units has {wrong[0]!r}; allowed: {units}")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import Cohort, Message, check_alike
+from hpcfl.communication.messages import Cohort, Message, SameKinds
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.ledger import ClientMetrics, Evaluation
@@ -59,14 +59,13 @@ class Evaluator:
         make = self._adapter.new_client_model if is_unseen else self._adapter.eval_model
         is_same = is_unseen or self._scores_the_download
         scores_val = self._scores_val and not is_unseen
-        kinds: dict[int, dict[str, str]] = {}
+        same = SameKinds()
         for clients, down in self._federation.downloads(server, cohort):
             before = None
             if found is not None and not is_same:
                 before = self.scores(clients, self._adapter.model_after_download(clients, down))
             model = make(clients, down)
-            kinds[clients.ids[0]] = model.row_kinds()
-            check_alike(kinds)
+            same.check(clients.ids[0], model.row_kinds())
             if found is not None:
                 scores = self.scores(clients, model)
                 first = (scores if before is None else before)[:, :1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, TopK, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import BUFFERS, Cohort, Message, check_alike
+from hpcfl.communication.messages import BUFFERS, Cohort, Message, SameKinds
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
@@ -217,20 +217,18 @@ class Uploads:
     def __init__(self, clients: Sequence[int]) -> None:
         """Take the ids of this rank's clients."""
         self.message = Message(num_clients=len(clients))
-        self._clients = clients
-        self._first: dict[str, str] = {}
+        self._clients, self._same = clients, SameKinds()
 
     def add(self, part: slice, up: Message) -> None:
         """Add the upload of the clients at these positions; ValueError if it has other tensors than the
         first."""
         whole, count = self.message, self.message.num_clients
         if not part.start:
-            self._first = up.row_kinds()
             for name, rows in up.per_client.items():
                 whole.per_client[name] = torch.empty(count, *rows.shape[1:], dtype=rows.dtype)
             for name, mask in up.layer_mask.items():
                 whole.layer_mask[name] = mask if mask.dim() == 1 else mask.new_empty(count, *mask.shape[1:])
-        check_alike({self._clients[0]: self._first, self._clients[part.start]: up.row_kinds()})
+        self._same.check(self._clients[part.start], up.row_kinds())
         for name, rows in whole.per_client.items():
             rows[part] = up.per_client[name]
         for name, mask in whole.layer_mask.items():

@@ -146,7 +146,7 @@ class BatchedEngine:
 
 
 def _one_number(loss: Tensor) -> Tensor:
-    """Return a client's loss [] ; raise ValueError if it is not one number."""
+    """Return a client's loss []; raise ValueError if it is not one number."""
     if loss.numel() != 1:
         raise ValueError(f"a loss of one client has the shape {[*loss.shape]}; return one number: .mean()")
     return loss.reshape(())
