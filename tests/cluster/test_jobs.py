@@ -214,7 +214,8 @@ def test_an_array_finishes_all_cells_but_the_one_that_fails(
 
 ON_ALL_CORES = """#!/usr/bin/env bash
 source jobs/cluster.sh
-"${launcher[@]}" python -c 'import os; print("cores", sorted(os.sched_getaffinity(0)))'
+# in one write: without Python's buffer, the pieces of what two ranks print may mix
+"${launcher[@]}" python -c 'import os; os.write(1, f"cores {sorted(os.sched_getaffinity(0))}\\n".encode())'
 """
 
 
