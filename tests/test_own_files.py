@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 from bits import differing, refused
+from conftest import forgetting_own_code
 from processes import Mpirun
 
+from hpcfl.config.own_code import digest
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
+from hpcfl.results.comparison import compare
+from hpcfl.results.run import load_run
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
@@ -184,6 +189,33 @@ def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
     message = refused(capsys, *command)
     assert f"a run with another text of method.path={files['method.path']}; bring that text back" in message
     assert main([*command, "--fresh"]) == FINISHED
+
+
+def test_versions_of_a_method_are_compared_also_when_hpcfl_has_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = [tmp_path / f"version {n}" / "trimmed.py" for n in (1, 2)]
+    for n, version in enumerate(versions, start=1):
+        version.parent.mkdir()
+        version.write_text(TRIMMED.replace("+ 1\n", f"+ {n}\n"))
+        with forgetting_own_code():
+            assert main([f"method.path={version}", *TINY, "--out", str(tmp_path / f"run{n}")]) == FINISHED
+    runs, allowed = [tmp_path / f"run{n}" for n in (1, 2)], [f"--own-code={file}" for file in versions]
+    codes = [digest(file.read_bytes()) for file in versions]
+    capsys.readouterr()
+    with forgetting_own_code():
+        assert main(["compare", *map(str, runs), *allowed]) == FINISHED
+        lines = capsys.readouterr().out.splitlines()
+    assert ["method.code", *codes] in map(str.split, lines)
+    with forgetting_own_code():
+        monkeypatch.setitem(METHODS, "trimmed", METHODS["fedavg"])
+        both = [load_run(run, own_code=file) for run, file in zip(runs, versions, strict=True)]
+        assert [run.config.method.name for run in both] == [f"trimmed@{code[:8]}" for code in codes]
+        assert "difference in points" in str(compare(*both))
+        # a run whose name is in use can go on, but a new one needs another name
+        assert main([str(runs[0] / "config.yaml"), "--out", str(runs[0])]) == FINISHED
+        message = refused(capsys, f"method.path={versions[0]}", *TINY)
+        assert "defines trimmed, but that name is already in use; choose another" in message
 
 
 @pytest.mark.parametrize("key", KEYS)

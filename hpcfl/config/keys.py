@@ -538,6 +538,7 @@ class Chosen(Generic[Options]):
     """What a group of keys chooses by its `name`: a method, a partition or a model."""
 
     name: str
+    """Its name in the registry; one read back from a run may be `name@digits` (see `OwnFile.add_to`)."""
     options: Options
     """The keys other than the name."""
     file: Mapping[str, str]
@@ -545,7 +546,7 @@ class Chosen(Generic[Options]):
     class given to `hpcfl.run`, `code` alone; else empty. Runs with different digests are different runs."""
 
     def model_dump(self) -> dict[str, Any]:
-        return {"name": self.name, **self.file, **self.options.model_dump()}
+        return {"name": self.name.partition("@")[0], **self.file, **self.options.model_dump()}
 
 
 @dataclass(frozen=True)

@@ -172,11 +172,12 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
         given.pop("code", None)
         return class_code(registry.own_key, str(name))
     own, code = registry.add_own(str(path), given.pop("code", None))
-    if given.setdefault(name_key, own) != own:
+    if str(given.get(name_key, own)).partition("@")[0] != own.partition("@")[0]:
         raise UserError(
             f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, whose {kind} is {own}; "
             "drop one"
         )
+    given[name_key] = own
     return {path_key: str(Path(str(path)).resolve()), "code": code}
 
 

@@ -104,14 +104,26 @@ class OwnFile:
 
         return self.only(is_wanted, f"classes derived from {base.__name__}")
 
-    def add_to(self, known: dict[str, Any], name: str, value: Any) -> None:
-        """Register what the file defines under a name; UserError if the name is taken."""
+    def add_to(self, known: dict[str, Any], name: str, value: Any, *, is_recorded: bool) -> str:
+        """Register what the file defines; returns its name.
+
+        What a run has recorded can still be read when hpcfl or another file has come to use its name: it is
+        then called `name@` and the first digits of the file's digest.
+
+        Raises:
+            UserError: the name is in use, and the file is not the recorded one of a run.
+        """
         file = self.path.resolve()
         # in a notebook, a file may have another text than before
         if name in known and known[name] is not value and _added.get((self.key, name)) != file:
-            raise UserError(f"{self.place} defines {name}, but that name is already in use; choose another")
+            if not is_recorded:
+                raise UserError(
+                    f"{self.place} defines {name}, but that name is already in use; choose another"
+                )
+            name = f"{name}@{self.code[:8]}"
         known[name] = value
         _added[self.key, name] = file
+        return name
 
 
 def check_options(place: str, group: str, options: type[Settings], base: type[Settings]) -> None:

@@ -35,7 +35,8 @@ class Registry:
     def add_own(self, path: str, expected: str | None = None) -> tuple[str, str]:
         """Add what a file defines, a class under its `name`, another object under the file's.
 
-        Returns the name and a digest of the file.
+        `expected` is the digest that a run has recorded. Returns the name (see `OwnFile.add_to`) and the
+        digest of the file.
 
         Raises UserError where there is no such file, its digest is not the expected one, it does not run, or
         it does not define one object of this kind with a name and keys of its own.
@@ -45,8 +46,7 @@ class Registry:
         if self.options is not None:
             check_options(file.place, self.own_key.rpartition(".")[0], self.options(found), self.base)
         name = vars(found)["name"] if isinstance(found, type) else file.name
-        file.add_to(self.known, name, found)
-        return name, file.code
+        return file.add_to(self.known, name, found, is_recorded=expected is not None), file.code
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ MISTAKES = [
     (["list", "keys", "lr"], "lr is not a key or a group of keys; did you mean train.lr?"),
     (["list", "keys", "pfedla"], "did you mean method.pfedla?"),
     (["list", "keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
+    (["list", "keys", "method.path=my.py"], "for the keys of your own method, type hpcfl list keys --meth"),
     (["list", "keys", "method.fedavg"], "method.fedavg has no keys of its own; see hpcfl list keys"),
     (["watch", "none"], "none is not a run folder: No such file or directory: none/config.yaml; name one"),
     (["watch"], "the following arguments are required: RUN; see hpcfl watch --help"),

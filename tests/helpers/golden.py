@@ -1,5 +1,6 @@
 """Golden numbers: what tiny runs of every method, partitions and networks gave when they were last looked at.
 
+    python tests/helpers/golden.py write NAME     adds a method, partition or network to golden.json
     python tests/helpers/golden.py write          makes golden.json anew (explain a change of numbers)
     python tests/helpers/golden.py compare A [B]  names what differs between two commits, to the bit, on this
                                                   machine; without B: between A and this checkout
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,33 @@ def first_logits(name: str) -> list[float]:
         return [float(f"{logit:.6g}") for logit in network(x)[0].tolist()]
 
 
-def write() -> None:
-    """Write golden.json."""
+def golden_of_case(case: str) -> dict[str, list[float]]:
+    """Run a case and return its numbers."""
     with tempfile.TemporaryDirectory() as temporary:
-        base = Path(temporary)
-        found: dict[str, Any] = {"methods": {}}
-        for case in CASES:
-            run_case(case, base / case)
-            found["methods"][case] = numbers_of(base / case)
-    found["partitions"] = {name: class_counts(name) for name in PARTITIONS}
-    found["networks"] = {name: first_logits(name) for name in MODELS}
+        run_case(case, Path(temporary) / case)
+        return numbers_of(Path(temporary) / case)
+
+
+def write(names: Sequence[str]) -> None:
+    """Write golden.json anew, or with names their entries only."""
+    kinds: dict[str, tuple[Iterable[str], Callable[[str], Any]]] = {
+        "methods": (CASES, golden_of_case),
+        "partitions": (PARTITIONS, class_counts),
+        "networks": (MODELS, first_logits),
+    }
+    known = [name for of_kind, _ in kinds.values() for name in of_kind]
+    if unknown := set(names).difference(known):
+        sys.exit(f"no method, partition or network is called {', '.join(unknown)}")
+    kept: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if names else {kind: {} for kind in kinds}
+    chosen = names or known
+    found = {
+        kind: {
+            name: make(name) if name in chosen else kept[kind][name]
+            for name in of_kind
+            if name in chosen or name in kept[kind]
+        }
+        for kind, (of_kind, make) in kinds.items()
+    }
     lines = [
         f'"{kind}": {{\n'
         + ",\n".join(f'"{name}": {json.dumps(one)}' for name, one in of_kind.items())
@@ -180,8 +198,8 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["write"]:
-            write()
+        case ["write", *names]:
+            write(names)
         case ["digests"]:
             print(json.dumps(digests()))
         case ["compare", *commits] if 1 <= len(commits) <= 2:
