@@ -1,15 +1,13 @@
-"""What a run does, tried once in small: messages, a checkpoint and a lock in the run folder, the data."""
+"""What a run does, tried once in small: messages, a file and a lock in the run folder, the data."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-
-import numpy as np
-import torch
 
 from hpcfl.checks.findings import Findings
 from hpcfl.checks.nodes import check_same_data, place
@@ -19,16 +17,11 @@ from hpcfl.config.keys import Config
 from hpcfl.data.arrays import digest_of
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
-from hpcfl.registries import load_config
-from hpcfl.samples import SampleType
 from hpcfl.setup.experiment import load_data
-from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import FolderLock, Holder, holder
-from hpcfl.storage.snapshot import DataRecord, LedgerTable, Rows, Snapshot
 from hpcfl.terminal import silenced
 
-NUM_WRITTEN = 2**22
-"""Numbers in the checkpoint: 17 MB."""
+WRITTEN_BYTES = 2**24
 LOOKS, PAUSE_S = 100, 0.1
 """For a file that another node wrote; a network file system may show it late."""
 
@@ -49,17 +42,17 @@ def check_messages(world: Communicator) -> None:
 
 
 def check_folder(world: Communicator, out: Path, found: Findings) -> None:
-    """Write a checkpoint and take a lock, which all ranks look for; remove both again. Collective."""
+    """Write a file and take a lock, which all ranks look for; remove both again. Collective."""
     with ExitStack() as at_exit:
         made, has_locks = "", False
         if world.is_server:
             try:
                 folder = _new_folder(out, at_exit)
-                rate = 4 * NUM_WRITTEN / _write_checkpoint(folder)
+                rate = _write(folder)
                 has_locks = _take_lock(folder, at_exit)
                 free = shutil.disk_usage(folder).free
                 print(
-                    f"folder: {out}: {readable_bytes(free)} free, checkpoints at {readable_bytes(rate)}/s",
+                    f"folder: {out}: {readable_bytes(free)} free, written at {readable_bytes(rate)}/s",
                     flush=True,
                 )
                 made = str(folder)
@@ -99,31 +92,15 @@ def _new_folder(out: Path, at_exit: ExitStack) -> Path:
     return Path(at_exit.enter_context(made))
 
 
-def _write_checkpoint(folder: Path) -> float:
-    """Write a checkpoint, which is synced and verified, and return the seconds."""
-    snapshot = Snapshot(
-        method="doctor",
-        round=1,
-        config=load_config(None, []).yaml(),
-        layout=((), ()),
-        data=DataRecord(
-            sample=SampleType((1, 1, 1)),
-            dtype="uint8",
-            scale=1.0,
-            mean=(0.0,),
-            std=(1.0,),
-            num_classes=1,
-            num_samples=(1,),
-        ),
-        server={"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
-        derived={},
-        clients=Rows({}, []),
-        history=lambda: {"accuracy": np.zeros((1, 1))},
-        ledger=lambda: dict.fromkeys(("metrics", "bytes"), LedgerTable(np.zeros((1, 1)), ["round"])),
-    )
+def _write(folder: Path) -> float:
+    """Write a file, as a checkpoint is written, and return bytes per second until it is on the disk."""
+    numbers = os.urandom(WRITTEN_BYTES)
     began_s = time.monotonic()
-    CheckpointStore(folder).save(snapshot)
-    return time.monotonic() - began_s
+    with (folder / "numbers").open("wb") as file:
+        file.write(numbers)
+        file.flush()
+        os.fsync(file.fileno())
+    return WRITTEN_BYTES / (time.monotonic() - began_s)
 
 
 def _take_lock(folder: Path, at_exit: ExitStack) -> bool:

@@ -25,7 +25,6 @@ def check_ranks(world: Communicator, run: RunConfig, found: Findings) -> None:
         "device": str(world.device("cpu" if is_cpu else "auto")),
         "cores": sorted(os.sched_getaffinity(0)),
         "node_cores": os.cpu_count() or 1,
-        "omp": os.environ.get("OMP_NUM_THREADS", "not set"),
         "free": free_bytes(),
     }
     facts = node_facts(world, PACKAGES)
@@ -39,7 +38,6 @@ def check_ranks(world: Communicator, run: RunConfig, found: Findings) -> None:
     print("\n".join(aligned(rank_table(ranks))), flush=True)
     for node in by_node(ranks):
         check_cores(node, run.threads, found)
-        check_omp(node, run.threads, found)
     if not is_cpu:
         check_devices(ranks, run.device == "cuda", found)
     if "SLURM_JOB_ID" in os.environ:
@@ -53,9 +51,9 @@ def rank_table(ranks: Sequence[Facts]) -> list[list[str]]:
         free = readable_bytes(min(rank["free"] for rank in node))
         for rank in node:
             cores = f"{ranges(rank['cores'])} of {rank['node_cores']}"
-            row = (rank["host"], rank["device"], cores, rank["omp"], free)
+            row = (rank["host"], rank["device"], cores, free)
             rows.setdefault(row, []).append(rank["rank"])
-    header = ["ranks", "host", "device", "cores", "OMP_NUM_THREADS", "free memory"]
+    header = ["ranks", "host", "device", "cores", "free memory"]
     return [header, *([ranges(numbers), *row] for row, numbers in rows.items())]
 
 
@@ -75,18 +73,6 @@ def check_cores(node: Sequence[Facts], threads: int, found: Findings) -> None:
     else:
         fewer = "start fewer ranks" + ", or set run.threads=1" * (threads > 1)
         found.warnings.append(f"{what} take turns on {cores} cores: {fewer}")
-
-
-def check_omp(node: Sequence[Facts], threads: int, found: Findings) -> None:
-    """Compare the threads that libraries start in each rank with the node's cores."""
-    asked = {rank["rank"]: int(rank["omp"]) for rank in node if rank["omp"].isdecimal()}
-    cores = len({core for rank in node for core in rank["cores"]})
-    most = max(asked, key=lambda rank: asked[rank], default=0)
-    if asked and asked[most] > threads and sum(asked.values()) > cores:
-        found.errors.append(
-            f"rank {most} on {node[0]['host']} has OMP_NUM_THREADS={asked[most]}, and {len(node)} rank(s) "
-            f"there have {cores} cores: type export OMP_NUM_THREADS={threads}"
-        )
 
 
 def check_devices(ranks: Sequence[Facts], needs_gpu: bool, found: Findings) -> None:

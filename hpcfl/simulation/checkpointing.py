@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,10 +15,11 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
+from hpcfl.methods.hook_results import Kinds, kinds
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import OF_UNSEEN, Ledger
+from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.snapshot import Block, Rows, RowShape, Snapshot
@@ -97,46 +98,19 @@ class Saver:
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        part = self._first_mismatch(checkpoint)
-        wrong = None if part is None else f"{part} is missing or has another shape"
-        if wrong is None:
-            try:
-                self._ledger.restore(checkpoint.ledger, checkpoint.history)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                wrong = one_line(error)
-        if wrong is not None:
-            raise UserError(
-                f"{checkpoint.path} does not fit this run: {wrong}; restore this run's own checkpoint, "
-                "or add --fresh to move the folder aside and start over"
-            )
-        return checkpoint.server
-
-    def _first_mismatch(self, checkpoint: LoadedCheckpoint) -> str | None:
-        """Name a part of the state that is missing or has another shape; extra parts, such as a codec's, are
-        fine."""
-        count, growing = self._federation.num_clients, self._method.traits.growing_state
         # freed before the checkpoint is read: memory may not hold two states
-        server, clients = self._adapter.initial_server(), self._adapter.initial_clients([0])
-        own = {f"server/{name}": _shape(rows, len(rows)) for name, rows in server.items()}
-        own |= {f"clients/{name}": _shape(rows, count) for name, rows in clients.items()}
-        found = {
-            f"{group}/{name}": shape
-            for group in ("server", "clients")
-            for name, shape in checkpoint.shapes(group).items()
-        }
-        for part, shape in own.items():
-            can_grow = part.removeprefix("server/") in growing
-            if part not in found or (found[part] != shape and not can_grow):
-                return part
-        recorded = {
-            name: tuple(value.shape) for name, value in self._adapter.server_diagnostics(server).items()
-        }
-        for name, values in checkpoint.history.items():
-            # diagnostics of clients have one entry per client
-            is_own = values.shape[1:] == recorded.get(name, (count, *values.shape[2:]))
-            if not is_own and name not in OF_UNSEEN:
-                return f"history/{name}"
-        return None
+        own, of_client = kinds(self._adapter.initial_server()), kinds(self._adapter.initial_clients([0]))
+        server, growing = checkpoint.server, self._method.traits.growing_state
+        try:
+            _check_parts("server", own, kinds(server), growing)
+            _check_parts("clients", of_client, kinds(checkpoint.client_rows(0, 1)))
+            self._ledger.restore(checkpoint.ledger, checkpoint.history)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{checkpoint.path} does not fit this run: {one_line(error)}; restore this run's own "
+                "checkpoint, or add --fresh to move the folder aside and start over"
+            ) from error
+        return server
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""
@@ -249,6 +223,17 @@ class Saver:
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]) - first_id, block.per_client
+
+
+def _check_parts(group: str, own: Kinds, found: Kinds, growing: Collection[str] = ()) -> None:
+    """Raise ValueError for a part of the state that is missing or has another type or shape.
+
+    The shapes of the `growing` parts may differ. Extra parts, such as a codec's, are fine.
+    """
+    for name, (dtype, shape) in own.items():
+        there = found.get(name)
+        if there is None or there[0] != dtype or (there[1] != shape and name not in growing):
+            raise ValueError(f"{group}/{name} is missing or has another shape")
 
 
 def _shape(rows: Tensor, count: int) -> RowShape:

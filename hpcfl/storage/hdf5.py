@@ -124,14 +124,6 @@ class LoadedCheckpoint:
             # a part that all clients share has one row
             return {name: _read_tensor(data, 0 if len(data) == 1 else row) for name, data in parts.items()}
 
-    def shapes(self, group: str) -> dict[str, RowShape]:
-        """Return rows, shape and type of what is in "server" or "clients", by name; reads no numbers."""
-        with self._reading():
-            return {
-                name: RowShape(len(data), data.shape[1:], _torch_type(data))
-                for name, data in _datasets(self._file[group]).items()
-            }
-
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name."""
         with self._reading():

@@ -338,7 +338,13 @@ class Ledger:
         return {name: np.empty((0, size)) for name, size in self._sizes.items()} | found
 
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
-        """Take over the tables of a checkpoint and its `history`."""
+        """Take over the tables of a checkpoint and its `history`.
+
+        Raises KeyError, IndexError or ValueError if these are not of a run like this one.
+        """
+        for name, size in self._sizes.items():
+            if history[name].shape[1:2] != (size,):
+                raise ValueError(f"history/{name} has another shape")
         self.metrics = tables["metrics"].values.tolist()
         self.evaluated = {name: list(history[name]) for name in {**self._sizes, **history}}
         columns = tables["bytes"].columns[1:]
