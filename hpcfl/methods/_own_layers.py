@@ -17,8 +17,28 @@ from hpcfl.parameters import columns
 from hpcfl.training.client_group import ClientGroup
 
 
-class OwnLayers(FedAvg):
-    """FedAvg of the layers in `layer_mask`; each client's state holds only the other layers of its model.
+class SharedLayers(FedAvg):
+    """FedAvg of the layers in `layer_mask`; the server keeps all others as they were at the start."""
+
+    def __init__(self, context: Context, params: Any) -> None:
+        super().__init__(context, params)
+        self.layer_mask = self.shared_layers()
+        self.is_own = columns(self.layers, ~self.layer_mask)
+
+    def shared_layers(self) -> Tensor:
+        """Return which layers travel, bool [L]; default: those of the body."""
+        return self.body_layers
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.layer_mask})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        mean = weighted_mean(up, "theta", cohort.num_samples)
+        server["theta"] = torch.where(self.is_own, server["theta"], mean)
+
+
+class OwnLayers(SharedLayers):
+    """Each client's state holds only the layers of its model that do not travel.
 
     Private layers never travel, so the server has no average of them: before its first round, a client is
     evaluated with its initial private layers. (The code of FedRep's authors has an average of the heads,
@@ -30,21 +50,9 @@ class OwnLayers(FedAvg):
     own_part: ClassVar[str]
     """Name of the private layers in the client state and in checkpoints."""
 
-    def __init__(self, context: Context, params: Any) -> None:
-        super().__init__(context, params)
-        self.layer_mask = self.shared_layers()
-        self.is_own = columns(self.layers, ~self.layer_mask)
-
-    def shared_layers(self) -> Tensor:
-        """Return which layers travel, bool [L]."""
-        raise NotImplementedError
-
     def client_state(self, clients: Sequence[int]) -> State:
         initial = self.layout.flatten(self.network)[0]
         return {self.own_part: initial[self.is_own].repeat(len(clients), 1)}
-
-    def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.layer_mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.local_training(clients, self.merged(clients, down))
@@ -55,10 +63,6 @@ class OwnLayers(FedAvg):
         """Train whole models [C, P] and return them; default: SGD on all layers with `local_gradient`."""
         gradient = self.local_gradient(clients, Message(per_client={"theta": theta}))
         return clients.sgd(theta, gradient=gradient).theta
-
-    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        mean = weighted_mean(up, "theta", cohort.num_samples)
-        server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": self.merged(clients, down)})

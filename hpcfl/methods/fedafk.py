@@ -40,10 +40,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.aggregation import weighted_mean
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.communication.messages import Message
+from hpcfl.methods._own_layers import SharedLayers
+from hpcfl.methods.base import Context, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
@@ -79,7 +78,7 @@ class FedAFKParams(Params):
     """Epochs of the head (paper: 1)."""
 
 
-class FedAFK(Method):
+class FedAFK(SharedLayers):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     privacy_units = ("client",)
@@ -99,8 +98,6 @@ class FedAFK(Method):
 
     def __init__(self, context: Context, params: FedAFKParams) -> None:
         super().__init__(context, params)
-        # without running statistics, the plain loss is the same and faster
-        self._aside = self._loss_aside if self.layout.buffer_size else cross_entropy_loss
         self._fixed_head = context.initial_parameters([FIXED_HEAD], own=True)[0, self.layout.head]
 
     def server_state(self) -> State:
@@ -113,9 +110,6 @@ class FedAFK(Method):
         theta = self.context.initial_parameters(clients)
         return {"theta": theta, "coefficient": torch.full((len(clients),), start)}
 
-    def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
-
     def train(self, clients: ClientGroup, down: Message) -> Message:
         arrived = self.layout.with_head(down["theta"], self._fixed_head.to(down["theta"]))
         shared = clients.descent(arrived, trained=self.layout.body)
@@ -123,7 +117,9 @@ class FedAFK(Method):
         coefficient = clients["coefficient"].clone()
 
         def update_shared(batch: Batch) -> Tensor:
-            gradients, losses = clients.gradient(self._aside, {"theta": shared.theta[batch.members]}, batch)
+            with clients.discarding_buffer_updates():
+                models = {"theta": shared.theta[batch.members]}
+                gradients, losses = clients.gradient(cross_entropy_loss, models, batch)
             shared.step(batch.members, gradients["theta"])
             return losses
 
@@ -138,7 +134,9 @@ class FedAFK(Method):
         def update_coefficient(batch: Batch) -> Tensor:
             models = local.theta[batch.members], shared.theta[batch.members]
             now = coefficient[batch.members]
-            gradients, losses = clients.gradient(self._aside, {"theta": self.mix(now, *models)}, batch)
+            with clients.discarding_buffer_updates():
+                mixed = {"theta": self.mix(now, *models)}
+                gradients, losses = clients.gradient(cross_entropy_loss, mixed, batch)
             slope = self.coefficient_gradient(gradients["theta"], *models)
             slope += self.params.coefficient_pull * (now - self.params.coefficient)
             lr = self.params.coefficient_lr * clients.lr_decay
@@ -155,10 +153,6 @@ class FedAFK(Method):
         head = clients.sgd(mixed, trained=self.layout.head, epochs=self.params.head_epochs, purpose="head")
         clients["theta"], clients["coefficient"] = head.theta, coefficient
         return Message(per_client={"theta": shared.theta}, layer_mask={"theta": self.body_layers})
-
-    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        mean = weighted_mean(up, "theta", cohort.num_samples)
-        server["theta"][self.layout.body] = mean[self.layout.body]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": clients["theta"]})
@@ -183,21 +177,11 @@ class FedAFK(Method):
         body = self.layout.body
         return (gradient[:, body] * (local[:, body] - shared[:, body])).sum(dim=1)
 
-    def transfer_loss(self, teacher: Tensor, features: Tensor) -> Tensor:
-        """Return the mean over a batch of KL(softmax teacher || softmax features), both [B, F] (eq. 8)."""
-        return distillation_loss(teacher, features, self.params.temperature)
-
     def _local_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)
         loss = forward.cross_entropy(forward.head(tensors["theta"], features), batch.y)
         if "teacher" in tensors:
             teacher = forward.features(tensors["teacher"].detach(), batch.x, forward.buffers_copy())
-            loss = loss + self.params.transfer * self.transfer_loss(teacher.detach(), features)
+            apart = distillation_loss(teacher.detach(), features, self.params.temperature)
+            loss = loss + self.params.transfer * apart
         return loss
-
-    @staticmethod
-    def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        """Return the cross-entropy of a model, and discard the update of its running statistics."""
-        return forward.cross_entropy(
-            forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y
-        )

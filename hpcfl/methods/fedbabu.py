@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpcfl.communication.aggregation import weighted_mean
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Context, Params, State
-from hpcfl.methods.fedavg import FedAvg
+from hpcfl.communication.messages import Message
+from hpcfl.methods._own_layers import SharedLayers
+from hpcfl.methods.base import Context, Params
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -32,12 +30,12 @@ class FedBABUParams(Params):
     """What fine-tuning trains (the paper compares the three and reports `all`)."""
 
 
-class FedBABU(FedAvg):
+class FedBABU(SharedLayers):
     name = "fedbabu"
     summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
     privacy_units = ("client", "sample")
     Params = FedBABUParams
-    traits = FedAvg.traits.replace(needs_body=True, train_defaults={"finetune_epochs": 5})
+    traits = SharedLayers.traits.replace(needs_body=True, train_defaults={"finetune_epochs": 5})
     params: FedBABUParams
 
     def __init__(self, context: Context, params: FedBABUParams) -> None:
@@ -46,16 +44,9 @@ class FedBABU(FedAvg):
         parts = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
         self.finetuned = parts[params.finetune]
 
-    def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
-
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._with_head(down)["theta"], trained=self.layout.body).theta
         return Message(per_client={"theta": theta}, layer_mask={"theta": self.body_layers})
-
-    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        mean = weighted_mean(up, "theta", cohort.num_samples)
-        server["theta"][self.layout.body] = mean[self.layout.body]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return self._with_head(down)

@@ -35,9 +35,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.methods._own_layers import SharedLayers
 from hpcfl.methods._prototypes import (
     aligned_gradient,
     average_prototypes,
@@ -47,7 +47,6 @@ from hpcfl.methods._prototypes import (
 )
 from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Context, Params, State
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.client_group import ClientGroup
 
 SETTLED = 1e-10
@@ -67,11 +66,11 @@ class FedPACParams(Params):
     """Epochs of the head before the body's `train.local_epochs` (authors: 1); 0 never trains it."""
 
 
-class FedPAC(FedAvg):
+class FedPAC(SharedLayers):
     name = "fedpac"
     summary = "a shared body with aligned features, under heads that similar clients share"
     Params = FedPACParams
-    traits = FedAvg.traits.replace(
+    traits = SharedLayers.traits.replace(
         has_global_model=False, needs_body=True, differences=("theta", "head", "prototypes")
     )
     params: FedPACParams
@@ -87,15 +86,14 @@ class FedPAC(FedAvg):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         known = {name: server[name] for name in ("prototypes", "is_known")}
-        return self.eval_download(server, cohort) | Message(shared=known, num_clients=len(cohort))
+        return self.eval_download(server, cohort) | Message(shared=known)
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         heads = {"head": server["heads"][list(cohort.clients)]}
-        return self.new_client_download(server, cohort) | Message(per_client=heads, num_clients=len(cohort))
+        return self.new_client_download(server, cohort) | Message(per_client=heads)
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
-        masks = {"theta": self.body_layers}
-        return Message(shared={"theta": server["theta"]}, layer_mask=masks, num_clients=len(cohort))
+        return super().download(server, cohort)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         body, head, classes = self.layout.body, self.layout.head, self.context.num_classes
@@ -124,8 +122,7 @@ class FedPAC(FedAvg):
         )
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        body = self.layout.body
-        server["theta"][body] = weighted_mean(up, "theta", cohort.num_samples)[body]
+        super().aggregate(server, cohort, up)
         rows = up.collect("counts", "head", "weighted_means", "variance")
         average_prototypes(server, up, rows["counts"])
         alpha = head_weights(rows["weighted_means"], rows["variance"]).to(rows["head"])

@@ -11,8 +11,6 @@ the client's own head. A client that takes no part in training learns a head und
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from hpcfl.methods._own_layers import OwnLayers
 
 
@@ -22,6 +20,3 @@ class FedPer(OwnLayers):
     privacy_units = ("client", "sample")
     own_part = "head"
     traits = OwnLayers.traits.replace(needs_body=True)
-
-    def shared_layers(self) -> Tensor:
-        return self.body_layers
