@@ -142,6 +142,11 @@ class ParameterLayout:
         return network
 
 
+def under(tensors: Tensors, prefix: str) -> Tensors:
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
 def columns(layers: tuple[Layer, ...], mask: Tensor) -> Tensor:
     """Expand a mask of layers, bool [..., L], to the flat vector: bool [..., P]."""
     return spread([layer.size for layer in layers], mask)

@@ -40,7 +40,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods._prototypes import prototypes, trained_on_prototypes
 from hpcfl.methods.base import State
 from hpcfl.methods.fedproto import FedProto, FedProtoParams
-from hpcfl.parameters import Tensors
+from hpcfl.parameters import Tensors, under
 from hpcfl.randomness import draw_linear, torch_stream
 from hpcfl.training.client_group import ClientGroup
 
@@ -88,22 +88,21 @@ class FedTGP(FedProto):
         held = rows["held"] == 1  # [S, K]
         found, y = rows["prototypes"][held], held.nonzero()[:, 1]
         margin = margin_of(found, y).clamp(max=self.params.margin)
-        weights = {name: tensor for name, tensor in server.items() if name.startswith(GENERATOR)}
+        weights = under(server, GENERATOR)
 
         def loss(weights: Tensors, part: Tensor, y: Tensor) -> Tensor:
             return contrastive_loss(part, y, generated(weights), margin)
 
         generator = trained_on_prototypes(self, cohort.round, weights, loss, found, y)
-        server |= generator
+        server |= {GENERATOR + name: tensor for name, tensor in generator.items()}
         server["prototypes"] = generated(generator)
         server["is_known"] = server["is_known"] | rows["held"].amax(dim=0)
 
 
 def generated(generator: Tensors) -> Tensor:
     """Return the prototypes Pbar [K, F] that the server's network makes of its embeddings."""
-    weights = {name.removeprefix(GENERATOR): tensor for name, tensor in generator.items()}
-    hidden = linear(weights["embeddings"], weights["hidden.weight"], weights["hidden.bias"]).relu()
-    return linear(hidden, weights["output.weight"], weights["output.bias"])
+    hidden = linear(generator["embeddings"], generator["hidden.weight"], generator["hidden.bias"]).relu()
+    return linear(hidden, generator["output.weight"], generator["output.bias"])
 
 
 def contrastive_loss(found: Tensor, y: Tensor, made: Tensor, margin: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.checks import check_body
 from hpcfl.models.generators import EMBEDDING, HEAD_WEIGHT, Generator
-from hpcfl.parameters import COLUMNS_AT_ONCE
+from hpcfl.parameters import COLUMNS_AT_ONCE, under
 from hpcfl.training.client_group import ClientGroup
 
 HYPERNETWORK, VELOCITY = "hypernetwork/", "velocity/"
@@ -103,7 +103,7 @@ class PFedHN(Method):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         theta = torch.zeros(len(cohort), self.layout.size)
-        theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
+        theta[:, self._generated] = self.generator.generate(under(server, HYPERNETWORK), cohort.clients)
         return Message(per_client={"theta": theta}, layer_mask=self._layer_mask("theta"))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -125,7 +125,7 @@ class PFedHN(Method):
         return Message(per_client={"theta": self._with_head(clients, down)})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
-        weights = self._part(server, HYPERNETWORK)
+        weights = under(server, HYPERNETWORK)
         return Message(shared=weights | {EMBEDDING: weights[EMBEDDING].mean(dim=0)})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
@@ -165,15 +165,9 @@ class PFedHN(Method):
             return down["theta"]
         return torch.cat([down["theta"][:, self.layout.body], clients["head"]], dim=1)
 
-    @staticmethod
-    def _part(server: State, prefix: str) -> State:
-        return {
-            name.removeprefix(prefix): tensor for name, tensor in server.items() if name.startswith(prefix)
-        }
-
     def _step(self, server: State, clients: Sequence[int], deltas: Tensor) -> None:
         """Move the hypernetwork and some clients' embeddings against deltas [S, P], by clipped SGD."""
-        weights, velocity = self._part(server, HYPERNETWORK), self._part(server, VELOCITY)
+        weights, velocity = under(server, HYPERNETWORK), under(server, VELOCITY)
         gradients = self.generator.gradients(weights, clients, deltas[:, self._generated])
         shrink = (self.params.clip / gradients.norm()).clamp(max=1.0)
         for name, gradient in gradients.others.items():

@@ -56,10 +56,9 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods._hypernetwork_state import HypernetworkState
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
-from hpcfl.models.hypernetworks import HeadInit, HypernetworkOptimiser, Hypernetworks
+from hpcfl.models.hypernetworks import HeadInit, HypernetworkOptimiser, Hypernetworks, HypernetworkState
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.client_group import ClientGroup
 

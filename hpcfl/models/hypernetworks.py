@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from hpcfl.parameters import Tensors
+from hpcfl.parameters import Tensors, under
 from hpcfl.randomness import torch_stream
 
 HeadInit = Literal["zero", "default", "uniform"]
@@ -75,11 +75,6 @@ class Hypernetworks:
         if self.rank is None:
             return {"heads.weight": self.num_clients, "heads.bias": self.num_clients}
         return {"heads.weight": min(self.num_clients, self.rank), "heads.bias": self.num_clients}
-
-    @property
-    def names(self) -> tuple[list[str], list[str]]:
-        """Return the names of the tensors with one row per client, and of those common to all."""
-        return [*self.shapes()], [] if self.rank is None else [CODES]
 
     def initial_codes(self, seed: int, head_init: HeadInit) -> Tensors:
         """Draw the codes [1, L, N, R] from N(0, 1/R); empty without a rank.
@@ -220,8 +215,54 @@ def initial_moments(state: Tensors, optimiser: HypernetworkOptimiser) -> Tensors
     return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
 
-def moment_names(names: Sequence[str], optimiser: HypernetworkOptimiser) -> list[str]:
-    """Return the names in `initial_moments` of hypernetworks, or codes, with tensors of these names."""
-    if optimiser != "adam" or not names:
-        return []
-    return [*(f"{name}.{kind}" for name in names for kind in MOMENT_ORDERS), "steps", "heads.steps"]
+PLACES = (("hypernetworks/", "optimiser/"), ("common/", "common_optimiser/"))
+"""Prefixes in the server's state of tensors and of their moments: of those with one row per client, and of
+common ones."""
+
+
+@dataclass(frozen=True)
+class HypernetworkState:
+    """Outputs and steps of the hypernetworks in the server's state."""
+
+    shape: Hypernetworks
+    optimiser: HypernetworkOptimiser
+    lr: float
+
+    def initial(self, seed: int, head_init: HeadInit) -> Tensors:
+        """Return the part of the server's state at the start."""
+        state: Tensors = {}
+        drawn = self.shape.initial(seed, head_init), self.shape.initial_codes(seed, head_init)
+        for (place, place_of_moments), tensors in zip(PLACES, drawn, strict=True):
+            moments = initial_moments(tensors, self.optimiser)
+            state |= {place + name: tensor for name, tensor in tensors.items()}
+            state |= {place_of_moments + name: tensor for name, tensor in moments.items()}
+        return state
+
+    def outputs(self, server: Tensors, clients: Sequence[int]) -> Tensor:
+        """Return the outputs [S, L, N] of some clients' hypernetworks."""
+        return self.shape.outputs(self._rows(server, clients), clients)
+
+    def outputs_to_differentiate(self, server: Tensors, clients: Sequence[int]) -> tuple[Tensor, Tensors]:
+        """Return the outputs [S, L, N] and the leaves that `step` differentiates."""
+        leaves = {name: rows.detach().requires_grad_() for name, rows in self._rows(server, clients).items()}
+        return self.shape.outputs(leaves, clients), leaves
+
+    def step(
+        self, server: Tensors, clients: Sequence[int], objective: Tensor, leaves: Tensors, frozen: Tensor
+    ) -> None:
+        """Descend on an objective of the leaves; heads of frozen layers, bool [S, L], stay as they are."""
+        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        slopes = dict(zip(leaves, gradients, strict=True))
+        if self.optimiser == "scaled":
+            slopes |= {name: slopes[name] * times for name, times in self.shape.head_steps.items()}
+        moved = (clients, frozen), ([0], frozen.all(dim=0, keepdim=True))
+        for (place, place_of_moments), (rows, frozen_rows) in zip(PLACES, moved, strict=True):
+            state, moments = under(server, place), under(server, place_of_moments)
+            of_place = {name: slopes[name] for name in state}
+            descend(state, moments, of_place, rows, self.optimiser, self.lr, frozen_rows)
+
+    def _rows(self, server: Tensors, clients: Sequence[int]) -> Tensors:
+        """Return copies of some clients' own rows [S, ...], and the common tensors."""
+        index = torch.tensor(list(clients))
+        own, common = (under(server, place) for place, _ in PLACES)
+        return {name: rows.index_select(0, index) for name, rows in own.items()} | common
