@@ -15,7 +15,6 @@ from torch import Tensor
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS
 from hpcfl.communication.upload import Upload
-from hpcfl.errors import UserError
 from hpcfl.methods.base import Method, State
 from hpcfl.parameters import Layer, Tensors
 from hpcfl.randomness import torch_stream
@@ -34,18 +33,6 @@ class Prototypes(NamedTuple):
     """Samples of each class, int32 [C, K]."""
     mean_square: Tensor
     """Mean of ||features||^2 over all samples [C]."""
-
-
-def num_features(method: Method) -> int:
-    """Return the number F of features; raise UserError unless the head is one linear layer with a bias."""
-    head = [slot.shape for slot in method.layout.parameters if slot.name.startswith("head.")]
-    if [len(shape) for shape in head] != [2, 1]:
-        raise UserError(
-            f"method.name={method.name} needs a network whose head is one linear layer with a bias, and "
-            f"that of model.name={method.context.model_name} is another; use one that has, such as "
-            "model.name=lenet"
-        )
-    return head[0][1]
 
 
 def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototypes:

@@ -78,6 +78,7 @@ class Method:
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
         self.params = params
+        check_settings(self.name, self.traits, context)
         self.network = self.make_network()
         """What clients train."""
         self.layout = ParameterLayout(self.network)
@@ -88,7 +89,6 @@ class Method:
         self.buffers = Buffers(policy, self.network, self.layout, self.traits.averages_own_buffers)
         """The running statistics of BatchNorm; a class whose clients get several models changes it to those
         `of_models`."""
-        check_settings(self.name, self.traits, context)
         check_private(self.name, self.privacy_units, context, self.buffers)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -109,8 +109,14 @@ def check_settings(method: str, traits: Traits, context: Context) -> None:
             f"server.optimiser={optimiser} does not go with method.name={method}, whose server averages no "
             "model; set server.optimiser=null"
         )
-    if traits.needs_body:
+    if traits.needs_body or traits.linear_head:
         check_body(method, context)
+    head = [slot.shape for slot in context.layout.parameters if slot.name.startswith("head.")]
+    if traits.linear_head and [len(shape) for shape in head] != [2, 1]:
+        raise UserError(
+            f"method.name={method} needs a network whose head is one linear layer with a bias, and that of "
+            f"model.name={context.model_name} is another; use one that has, such as model.name=lenet"
+        )
 
 
 def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, buffers: Buffers) -> None:

@@ -42,8 +42,8 @@ from torch import Tensor
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods._prototypes import distance, gradient_towards, num_features, prototypes
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods._prototypes import distance, gradient_towards, prototypes
+from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedper import FedPer
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
@@ -65,16 +65,13 @@ class FedAS(FedPer):
     name = "fedas"
     summary = "a shared body that clients align to their own, weighed by Fisher information"
     Params = FedASParams
+    traits = FedPer.traits.replace(linear_head=True)
     params: FedASParams
-
-    def __init__(self, context: Context, params: FedASParams) -> None:
-        super().__init__(context, params)
-        self._num_features = num_features(self)
 
     def client_state(self, clients: Sequence[int]) -> State:
         count, classes = len(clients), self.context.num_classes
         return super().client_state(clients) | {
-            "prototypes": torch.zeros(count, classes, self._num_features),
+            "prototypes": torch.zeros(count, classes, self.context.network.num_features),
             "is_known": torch.zeros(count, classes, dtype=torch.uint8),
         }
 

@@ -51,7 +51,9 @@ class FedCP(FedPer):
     name = "fedcp"
     summary = "a policy divides features, sample by sample, between the client's own head and a shared one"
     Params = FedCPParams
-    traits = FedPer.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
+    traits = FedPer.traits.replace(
+        linear_head=True, refuses={"augment": "whose teachers see the images themselves"}
+    )
     params: FedCPParams
 
     def __init__(self, context: Context, params: FedCPParams) -> None:

@@ -34,7 +34,6 @@ from torch import Tensor
 from hpcfl.communication.aggregation import weighted_mean, weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods._prototypes import num_features
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
@@ -58,12 +57,12 @@ class FedDBE(FedAvg):
     name = "feddbe"
     summary = "FedAvg whose clients add a vector of their own to features that have a common mean"
     Params = FedDBEParams
-    traits = FedAvg.traits.replace(needs_body=True)
+    traits = FedAvg.traits.replace(linear_head=True)
     params: FedDBEParams
 
     def __init__(self, context: Context, params: FedDBEParams) -> None:
         super().__init__(context, params)
-        self._num_features = num_features(self)
+        self._num_features = context.network.num_features
         self._bias = slice(self.layout.size - context.num_classes, self.layout.size)
         self._weight = slice(self.layout.head.start, self._bias.start)
 

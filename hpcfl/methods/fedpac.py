@@ -41,12 +41,11 @@ from hpcfl.methods._own_layers import SharedLayers
 from hpcfl.methods._prototypes import (
     aligned_gradient,
     average_prototypes,
-    num_features,
     prototypes,
     server_prototypes,
 )
 from hpcfl.methods._simplex import project_to_simplex
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.base import Params, State
 from hpcfl.training.client_group import ClientGroup
 
 SETTLED = 1e-10
@@ -71,17 +70,13 @@ class FedPAC(SharedLayers):
     summary = "a shared body with aligned features, under heads that similar clients share"
     Params = FedPACParams
     traits = SharedLayers.traits.replace(
-        has_global_model=False, needs_body=True, differences=("theta", "head", "prototypes")
+        has_global_model=False, linear_head=True, differences=("theta", "head", "prototypes")
     )
     params: FedPACParams
 
-    def __init__(self, context: Context, params: FedPACParams) -> None:
-        super().__init__(context, params)
-        self._num_features = num_features(self)
-
     def server_state(self) -> State:
         heads = {"heads": self._first_head().repeat(self.context.num_clients, 1)}
-        known = server_prototypes(self.context.num_classes, self._num_features)
+        known = server_prototypes(self.context.num_classes, self.context.network.num_features)
         return super().server_state() | heads | known
 
     def download(self, server: State, cohort: Cohort) -> Message:

@@ -42,11 +42,10 @@ from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods._prototypes import (
     aligned_gradient,
     average_prototypes,
-    num_features,
     prototypes,
     server_prototypes,
 )
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.base import Params, State
 from hpcfl.training.client_group import ClientGroup
 
 NEVER = -1e6
@@ -65,15 +64,11 @@ class FedProto(OwnModel):
     name = "fedproto"
     summary = "own models whose features of a class lean towards the mean over all clients"
     Params = FedProtoParams
-    traits = OwnModel.traits.replace(eval_after="download", needs_body=True, differences=("prototypes",))
+    traits = OwnModel.traits.replace(eval_after="download", linear_head=True, differences=("prototypes",))
     params: FedProtoParams
 
-    def __init__(self, context: Context, params: FedProtoParams) -> None:
-        super().__init__(context, params)
-        self._num_features = num_features(self)
-
     def server_state(self) -> State:
-        return server_prototypes(self.context.num_classes, self._num_features)
+        return server_prototypes(self.context.num_classes, self.context.network.num_features)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("prototypes", "is_known")})

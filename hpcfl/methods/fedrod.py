@@ -60,7 +60,7 @@ class FedRoD(FedAvg):
     traits = FedAvg.traits.replace(
         averages=("theta", "hypernetwork"),
         differences=("theta", "hypernetwork"),
-        needs_body=True,
+        linear_head=True,
         refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"},
     )
     params: FedRoDParams

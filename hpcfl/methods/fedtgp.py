@@ -70,7 +70,7 @@ class FedTGP(FedProto):
     params: FedTGPParams
 
     def server_state(self) -> State:
-        classes, features = self.context.num_classes, self._num_features
+        classes, features = self.context.num_classes, self.context.network.num_features
         stream = torch_stream(self.context.seed, "fedtgp generator")
         generator = {"embeddings": torch.randn(classes, features, generator=stream)}
         for layer in ("hidden", "output"):

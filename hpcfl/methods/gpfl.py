@@ -55,7 +55,7 @@ class GPFL(FedPer):
     name = "gpfl"
     summary = "shared class embeddings guide features, each client's own head reads its version of them"
     Params = GPFLParams
-    traits = FedPer.traits.replace(predicts_by="module")
+    traits = FedPer.traits.replace(linear_head=True, predicts_by="module")
     params: GPFLParams
     network: GuidedNetwork
 

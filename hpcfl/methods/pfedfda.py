@@ -44,8 +44,7 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods._prototypes import num_features
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
@@ -86,18 +85,14 @@ class PFedFDA(FedAvg):
     summary = "a shared body under heads made of each client's class means and covariance"
     Params = PFedFDAParams
     traits = FedAvg.traits.replace(
-        has_global_model=False, needs_body=True, differences=("theta", "means", "covariance")
+        has_global_model=False, linear_head=True, differences=("theta", "means", "covariance")
     )
     params: PFedFDAParams
 
-    def __init__(self, context: Context, params: PFedFDAParams) -> None:
-        super().__init__(context, params)
-        self._num_features = num_features(self)
-
     def server_state(self) -> State:
-        stream = torch_stream(self.context.seed, "pfedfda means")
-        means = torch.rand(self.context.num_classes, self._num_features, generator=stream)
-        return super().server_state() | {"means": means, "covariance": torch.eye(self._num_features)}
+        stream, features = torch_stream(self.context.seed, "pfedfda means"), self.context.network.num_features
+        means = torch.rand(self.context.num_classes, features, generator=stream)
+        return super().server_state() | {"means": means, "covariance": torch.eye(features)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         shared = {name: server[name] for name in ("theta", "means", "covariance")}

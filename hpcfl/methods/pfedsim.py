@@ -28,7 +28,6 @@ from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._model_bank import ModelBank, rows_among
-from hpcfl.methods._prototypes import num_features
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.training.client_group import ClientGroup
 
@@ -47,12 +46,12 @@ class PFedSim(ModelBank):
     name = "pfedsim"
     summary = "each client's own model, whose body is mixed with those under similar heads"
     Params = PFedSimParams
-    traits = ModelBank.traits.replace(averages=("theta",), needs_body=True, uses_total_rounds=True)
+    traits = ModelBank.traits.replace(averages=("theta",), linear_head=True, uses_total_rounds=True)
     params: PFedSimParams
 
     def __init__(self, context: Context, params: PFedSimParams) -> None:
         super().__init__(context, params)
-        self._head_shape = (context.num_classes, num_features(self))
+        self._head_shape = (context.num_classes, context.network.num_features)
         # without rounding, 0.29 of 100 rounds would be 28
         self._warm_up = int(round(params.warm_up * context.train.rounds, 9))
 

@@ -27,6 +27,8 @@ class Traits:
     """Whether the server's `theta` [P], with the running statistics it averages, is one model for all."""
     needs_body: bool = False
     """Whether the method treats feature extractor and head differently; the network must then have both."""
+    linear_head: bool = False
+    """Whether it needs a body under a head that is one linear layer with a bias."""
     uses_total_rounds: bool = False
     """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     predicts_by: Literal["network", "module", "rule"] = "network"

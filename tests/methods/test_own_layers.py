@@ -135,7 +135,9 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...], stays: Names
     assert_close(run.evaluated(), {"theta": theta, "buffers": buffers})
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.traits.needs_body])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in METHODS.items() if kind.traits.needs_body or kind.traits.linear_head]
+)
 def test_a_model_that_is_only_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

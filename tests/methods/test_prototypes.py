@@ -29,11 +29,13 @@ from torch.nn.functional import cross_entropy, mse_loss
 from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
+from hpcfl.methods import METHODS
 from hpcfl.methods._prototypes import average_prototypes, distance
 from hpcfl.methods.base import State
 from hpcfl.methods.fedpac import head_weights
-from hpcfl.methods.fedtgp import contrastive_loss, generated, margin_of
+from hpcfl.methods.fedtgp import GENERATOR, contrastive_loss, generated, margin_of
 from hpcfl.models import Network
+from hpcfl.parameters import under
 from hpcfl.randomness import torch_stream
 
 K, F = 10, 64
@@ -128,7 +130,7 @@ def test_a_class_that_no_client_has_keeps_its_prototype() -> None:
     assert server["is_known"].tolist() == [1, 1, 0]
 
 
-WITHOUT_BIAS = """
+PLAIN = """
 from collections import OrderedDict
 from torch import nn
 from hpcfl.models.networks import Model, Network, NetworkOptions
@@ -138,18 +140,21 @@ class Plain(Model):
 
     def build(self, sample, num_classes, options):
         body = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 16))
-        return Network(body, OrderedDict(out=nn.Linear(16, num_classes, bias=False)))
+        return Network(body, OrderedDict(HEAD))
 
-PLAIN = Plain("without a bias")
+PLAIN = Plain("another head")
 """
+WITHOUT_BIAS = "out=nn.Linear(16, num_classes, bias=False)"
+TWO_LAYERS = "inner=nn.Linear(16, 16), out=nn.Linear(16, num_classes)"
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-@pytest.mark.parametrize("method", ["fedproto", "fedtgp", "fedpac", "fedas", "feddbe", "pfedsim", "pfedfda"])
-def test_a_head_without_bias_is_refused(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("head", [WITHOUT_BIAS, TWO_LAYERS])
+@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.traits.linear_head])
+def test_a_head_that_is_not_one_layer_with_a_bias_is_refused(
+    method: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "plain.py").write_text(WITHOUT_BIAS)
+    (tmp_path / "plain.py").write_text(PLAIN.replace("HEAD", head))
     words = [f"model.path={tmp_path / 'plain.py'}", f"method.name={method}", "--out", str(tmp_path / "run")]
     assert refused(capsys, *words) == (
         f"hpcfl: error: method.name={method} needs a network whose head is one linear layer with a bias, and "
@@ -321,7 +326,7 @@ def test_the_loss_of_fedtgp_has_a_gradient_if_features_equal_a_prototype() -> No
 )
 def test_a_server_of_fedtgp_that_does_not_train_sends_its_initial_prototypes(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=fedtgp", "train.rounds=1", *keys)
-    assert torch.equal(run.server["prototypes"], generated(run.method.server_state()))
+    assert torch.equal(run.server["prototypes"], generated(under(run.method.server_state(), GENERATOR)))
 
 
 def test_fedtgp_keeps_the_prototype_of_a_class_that_no_client_of_the_cohort_has() -> None:
