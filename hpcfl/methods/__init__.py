@@ -9,23 +9,20 @@ from hpcfl.config.own_code import OwnFile
 from hpcfl.methods.base import Context, Method, Params
 
 
-def _find(name: str) -> type[Method]:
-    """Return the method of that name from the module of that name."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    for member in vars(module).values():
-        if isinstance(member, type) and issubclass(member, Method) and getattr(member, "name", None) == name:
-            return member
-    raise ImportError(f"{module.__file__} has no Method with name = {name!r}")
+def _methods() -> dict[str, type[Method]]:
+    """Return the class with a summary of each file of this folder; its name is that of the file."""
+    found: dict[str, type[Method]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        for kind in vars(module).values():
+            is_here = isinstance(kind, type) and kind.__module__ == module.__name__
+            if is_here and issubclass(kind, Method) and "summary" in vars(kind):
+                found[file.name] = kind
+                kind.name = file.name
+    return found
 
 
-_OTHERS = {"adapter", "base", "buffers", "checks", "context", "diagnostics", "hook_results", "traits"}
-"""Files that are not methods."""
-
-METHODS: dict[str, type[Method]] = {
-    module.name: _find(module.name)
-    for module in pkgutil.iter_modules(__path__)
-    if module.name not in _OTHERS and not module.name.startswith("_")
-}
+METHODS = _methods()
 
 
 def own_method(file: OwnFile) -> type[Method]:

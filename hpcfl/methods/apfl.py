@@ -47,7 +47,6 @@ class APFLParams(Params):
 
 
 class APFL(OwnBesideGlobal):
-    name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
     privacy_units = ("client",)
     Params = APFLParams

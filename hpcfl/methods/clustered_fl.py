@@ -70,7 +70,6 @@ class ClusteredFLParams(Params):
 
 
 class ClusteredFL(Method):
-    name = "clustered_fl"
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
     traits = Traits(averages_own_buffers=True, growing_state=frozenset({"theta", BUFFERS}))

@@ -34,7 +34,6 @@ class DittoParams(Params):
 
 
 class Ditto(OwnBesideGlobal):
-    name = "ditto"
     summary = "each client's own model, pulled towards a FedAvg model beside it"
     privacy_units = ("client",)
     Params = DittoParams

@@ -44,7 +44,6 @@ class ElasticParams(Params):
 
 
 class Elastic(FedAvg):
-    name = "elastic"
     summary = "FedAvg with smaller updates of weights to which all clients' outputs are sensitive"
     Params = ElasticParams
     params: ElasticParams

@@ -14,7 +14,6 @@ from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAdagrad(FedAvg):
-    name = "fedadagrad"
     summary = "FedAvg whose server steps by Adagrad"
     privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "adagrad"})

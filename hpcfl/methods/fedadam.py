@@ -15,7 +15,6 @@ from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAdam(FedAvg):
-    name = "fedadam"
     summary = "FedAvg whose server steps by Adam"
     privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "adam"})

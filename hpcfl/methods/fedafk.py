@@ -79,7 +79,6 @@ class FedAFKParams(Params):
 
 
 class FedAFK(SharedLayers):
-    name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     privacy_units = ("client",)
     Params = FedAFKParams

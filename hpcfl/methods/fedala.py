@@ -61,7 +61,6 @@ class FedALAParams(Params):
 
 
 class FedALA(FedAvg):
-    name = "fedala"
     summary = "FedAvg whose clients learn, weight by weight, how much of it to take over"
     privacy_units = ("client",)
     Params = FedALAParams

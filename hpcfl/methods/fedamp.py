@@ -60,7 +60,6 @@ class FedAMPParams(Params):
 
 
 class FedAMP(ModelBank):
-    name = "fedamp"
     summary = "each client's own model, pulled towards those of similar clients"
     privacy_units = ("sample",)
     Params = FedAMPParams

@@ -62,7 +62,6 @@ class FedASParams(Params):
 
 
 class FedAS(FedPer):
-    name = "fedas"
     summary = "a shared body that clients align to their own, weighed by Fisher information"
     Params = FedASParams
     traits = FedPer.traits.replace(linear_head=True)

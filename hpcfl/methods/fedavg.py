@@ -22,7 +22,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedAvg(Method):
-    name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
     privacy_units: ClassVar[tuple[PrivacyUnit, ...]] = ("client", "sample")
     traits = Traits(averages=("theta",), has_global_model=True)

@@ -14,7 +14,6 @@ from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAvgFinetuned(FedAvg):
-    name = "fedavg_ft"
     summary = "FedAvg, fine-tuned locally before each evaluation"
     privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(train_defaults={"finetune_epochs": 1})

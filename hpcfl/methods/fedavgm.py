@@ -18,7 +18,6 @@ from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAvgM(FedAvg):
-    name = "fedavgm"
     summary = "FedAvg whose server steps with momentum"
     privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "momentum"})

@@ -31,7 +31,6 @@ class FedBABUParams(Params):
 
 
 class FedBABU(SharedLayers):
-    name = "fedbabu"
     summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
     privacy_units = ("client", "sample")
     Params = FedBABUParams

@@ -24,7 +24,6 @@ LOG = logging.getLogger(__name__)
 
 
 class FedBN(OwnLayers):
-    name = "fedbn"
     summary = "FedAvg whose BatchNorm stays with the client"
     privacy_units = ("client",)
     own_part = "batchnorm"

@@ -55,7 +55,6 @@ class FedCACParams(Params):
 
 
 class FedCAC(ModelBank):
-    name = "fedcac"
     summary = "each client's own model, whose critical weights only similar clients share"
     Params = FedCACParams
     params: FedCACParams

@@ -48,7 +48,6 @@ class FedCPParams(Params):
 
 
 class FedCP(FedPer):
-    name = "fedcp"
     summary = "a policy divides features, sample by sample, between the client's own head and a shared one"
     Params = FedCPParams
     traits = FedPer.traits.replace(

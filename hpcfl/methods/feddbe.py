@@ -54,7 +54,6 @@ class FedDBEParams(Params):
 
 
 class FedDBE(FedAvg):
-    name = "feddbe"
     summary = "FedAvg whose clients add a vector of their own to features that have a common mean"
     Params = FedDBEParams
     traits = FedAvg.traits.replace(linear_head=True)

@@ -46,7 +46,6 @@ class FedDynParams(Params):
 
 
 class FedDyn(FedAvg):
-    name = "feddyn"
     summary = "FedAvg with dynamic regularisation: a term in clients' losses makes all converge to one point"
     privacy_units = ("sample",)
     Params = FedDynParams

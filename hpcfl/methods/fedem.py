@@ -53,7 +53,6 @@ class FedEMParams(Params):
 
 
 class FedEM(FedAvg):
-    name = "fedem"
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
     traits = Traits(

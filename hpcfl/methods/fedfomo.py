@@ -55,7 +55,6 @@ class FedFomoParams(Params):
 
 
 class FedFomo(ModelBank):
-    name = "fedfomo"
     summary = "each client's own model, moved towards other models that do better on its data"
     Params = FedFomoParams
     diagnostics = (

@@ -46,7 +46,6 @@ class FedGHParams(Params):
 
 
 class FedGH(OwnModel):
-    name = "fedgh"
     summary = "own bodies under one head, which the server trains on the class means of their features"
     Params = FedGHParams
     traits = OwnModel.traits.replace(eval_after="download", needs_body=True)

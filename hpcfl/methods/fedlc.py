@@ -40,7 +40,6 @@ class FedLCParams(Params):
 
 
 class FedLC(FedAvg):
-    name = "fedlc"
     summary = "FedAvg whose clients learn with wider margins for their rare classes"
     privacy_units = ("client",)
     Params = FedLCParams

@@ -130,7 +130,6 @@ class FedMNParams(Params):
 
 
 class FedMN(TwoPhaseMethod):
-    name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
     # means over encoders and blocks reduce the effect of each step, so the default learning rate is larger

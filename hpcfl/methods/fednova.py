@@ -28,7 +28,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedNova(FedAvg):
-    name = "fednova"
     summary = "FedAvg with normalised averaging: of the clients' mean steps, however many each does"
     privacy_units = ("sample",)
     traits = FedAvg.traits.replace(

@@ -38,7 +38,6 @@ class FedNTDParams(Params):
 
 
 class FedNTD(FedAvg):
-    name = "fedntd"
     summary = "FedAvg with not-true distillation: clients keep the global model's outputs for other classes"
     privacy_units = ("client",)
     Params = FedNTDParams

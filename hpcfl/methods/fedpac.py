@@ -66,7 +66,6 @@ class FedPACParams(Params):
 
 
 class FedPAC(SharedLayers):
-    name = "fedpac"
     summary = "a shared body with aligned features, under heads that similar clients share"
     Params = FedPACParams
     traits = SharedLayers.traits.replace(

@@ -15,7 +15,6 @@ from hpcfl.methods._own_layers import OwnLayers
 
 
 class FedPer(OwnLayers):
-    name = "fedper"
     summary = "a shared body under each client's own head, trained together"
     privacy_units = ("client", "sample")
     own_part = "head"

@@ -52,7 +52,6 @@ class FedPHPParams(Params):
 
 
 class FedPHP(OwnBesideGlobal):
-    name = "fedphp"
     summary = "each client's moving average of its models, the teacher of its next model"
     privacy_units = ("client",)
     Params = FedPHPParams

@@ -61,7 +61,6 @@ class FedProtoParams(Params):
 
 
 class FedProto(OwnModel):
-    name = "fedproto"
     summary = "own models whose features of a class lean towards the mean over all clients"
     Params = FedProtoParams
     traits = OwnModel.traits.replace(eval_after="download", linear_head=True, differences=("prototypes",))

@@ -27,7 +27,6 @@ class FedProxParams(Params):
 
 
 class FedProx(FedAvg):
-    name = "fedprox"
     summary = "FedAvg whose clients are pulled towards the global model"
     privacy_units = ("client", "sample")
     Params = FedProxParams

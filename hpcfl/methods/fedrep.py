@@ -33,7 +33,6 @@ class FedRepParams(Params):
 
 
 class FedRep(FedPer):
-    name = "fedrep"
     summary = "a shared body under each client's own head, trained in turn"
     privacy_units = ("client", "sample")
     Params = FedRepParams

@@ -53,7 +53,6 @@ class FedRoDParams(Params):
 
 
 class FedRoD(FedAvg):
-    name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     privacy_units = ("client",)
     Params = FedRoDParams

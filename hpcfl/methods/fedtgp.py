@@ -63,7 +63,6 @@ class FedTGPParams(FedProtoParams):
 
 
 class FedTGP(FedProto):
-    name = "fedtgp"
     summary = "own models whose features lean towards prototypes that the server trains to be apart"
     Params = FedTGPParams
     traits = FedProto.traits.replace(train_defaults={"lr": 0.01})

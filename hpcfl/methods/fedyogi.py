@@ -15,7 +15,6 @@ from hpcfl.methods.fedavg import FedAvg
 
 
 class FedYogi(FedAvg):
-    name = "fedyogi"
     summary = "FedAvg whose server steps by Yogi"
     privacy_units = ("client", "sample")
     traits = FedAvg.traits.replace(server_defaults={"optimiser": "yogi"})

@@ -52,7 +52,6 @@ class GPFLParams(Params):
 
 
 class GPFL(FedPer):
-    name = "gpfl"
     summary = "shared class embeddings guide features, each client's own head reads its version of them"
     Params = GPFLParams
     traits = FedPer.traits.replace(linear_head=True, predicts_by="module")

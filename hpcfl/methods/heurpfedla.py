@@ -45,7 +45,6 @@ class HeurpFedLAParams(PFedLAParams):
 
 
 class HeurpFedLA(PFedLA):
-    name = "heurpfedla"
     summary = "pFedLA whose clients keep the k layers they weigh highest"
     privacy_units = ("sample",)
     Params = HeurpFedLAParams

@@ -38,7 +38,6 @@ class IFCAParams(Params):
 
 
 class IFCA(Method):
-    name = "ifca"
     summary = "several global models, of which each client picks the one that fits it"
     Params = IFCAParams
     traits = Traits(averages=("theta",), averages_own_buffers=True)

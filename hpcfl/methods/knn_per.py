@@ -54,7 +54,6 @@ class KnnPerParams(Params):
 
 
 class KnnPer(FedAvg):
-    name = "knn_per"
     summary = "FedAvg's model mixed with the nearest neighbours in each client's training set"
     privacy_units = ("client",)
     Params = KnnPerParams

@@ -32,7 +32,6 @@ class LGFedAvgParams(Params):
 
 
 class LGFedAvg(OwnLayers):
-    name = "lg_fedavg"
     summary = "each client's own lower layers under shared upper ones"
     privacy_units = ("client", "sample")
     Params = LGFedAvgParams

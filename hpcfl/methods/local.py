@@ -15,7 +15,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class Local(OwnModel):
-    name = "local"
     summary = "every client trains alone"
     privacy_units = ("sample",)
 

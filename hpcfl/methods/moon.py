@@ -41,7 +41,6 @@ class MoonParams(Params):
 
 
 class Moon(FedAvg):
-    name = "moon"
     summary = "FedAvg with a contrastive loss: features near the global model's, far from the client's last"
     privacy_units = ("client",)
     Params = MoonParams

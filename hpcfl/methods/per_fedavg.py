@@ -57,7 +57,6 @@ class PerFedAvgParams(Params):
 
 
 class PerFedAvg(FedAvg):
-    name = "per_fedavg"
     summary = "a global initialisation for one local step of adaptation (MAML)"
     privacy_units = ("client",)
     Params = PerFedAvgParams

@@ -81,7 +81,6 @@ class Gaussians(NamedTuple):
 
 
 class PFedFDA(FedAvg):
-    name = "pfedfda"
     summary = "a shared body under heads made of each client's class means and covariance"
     Params = PFedFDAParams
     traits = FedAvg.traits.replace(

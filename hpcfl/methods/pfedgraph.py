@@ -53,7 +53,6 @@ class PFedGraphParams(Params):
 
 
 class PFedGraph(ModelBank):
-    name = "pfedgraph"
     summary = "each client's own model, mixed with those that moved the same way"
     privacy_units = ("sample",)
     Params = PFedGraphParams

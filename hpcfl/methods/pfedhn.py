@@ -69,7 +69,6 @@ class PFedHNParams(Params):
 
 
 class PFedHN(Method):
-    name = "pfedhn"
     summary = "a hypernetwork on the server generates each client's model"
     privacy_units = ("sample",)
     Params = PFedHNParams

@@ -107,7 +107,6 @@ class PFedLAParams(Params):
 
 
 class PFedLA(Method):
-    name = "pfedla"
     summary = "each client's hypernetwork weighs all clients' models, layer by layer"
     privacy_units = ("sample",)
     Params: ClassVar[Any] = PFedLAParams

@@ -80,7 +80,6 @@ class PFedMBParams(Params):
 
 
 class PFedMB(Method):
-    name = "pfedmb"
     summary = "several branches per layer, mixed by each client's own weights"
     Params = PFedMBParams
     traits = Traits(

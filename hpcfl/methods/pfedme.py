@@ -49,7 +49,6 @@ class PFedMeParams(Params):
 
 
 class PFedMe(OwnBesideGlobal):
-    name = "pfedme"
     summary = "each client's own model with a proximal term to the global one (Moreau envelope)"
     Params = PFedMeParams
     # lr lambda is how far w_i follows theta_i in one mini-batch

@@ -43,7 +43,6 @@ class PFedSimParams(Params):
 
 
 class PFedSim(ModelBank):
-    name = "pfedsim"
     summary = "each client's own model, whose body is mixed with those under similar heads"
     Params = PFedSimParams
     traits = ModelBank.traits.replace(averages=("theta",), linear_head=True, uses_total_rounds=True)

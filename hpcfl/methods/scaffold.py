@@ -46,7 +46,6 @@ class ScaffoldParams(Params):
 
 
 class Scaffold(FedAvg):
-    name = "scaffold"
     summary = "FedAvg whose clients correct their drift by control variates"
     privacy_units = ("sample",)
     Params = ScaffoldParams
