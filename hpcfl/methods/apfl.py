@@ -35,8 +35,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class APFLParams(Params):
-    """Hyper-parameters of APFL."""
-
     alpha: float = Field(0.5, ge=0, le=1)
     """Initial a_i, the share of the client's own model. With `alpha_lr=0`, 1 means local training and 0 means
     the client's copy of the global model."""

@@ -24,8 +24,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class DittoParams(Params):
-    """Hyper-parameters of Ditto."""
-
     pull: float = Field(1.0, ge=0)
     """Strength lambda of the pull towards w (the authors choose among 0.05, 0.1, 1 and 2); 0 is local
     training; training diverges if lr * lambda is above 2."""

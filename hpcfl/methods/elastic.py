@@ -32,8 +32,6 @@ from hpcfl.training.forward import Forward
 
 
 class ElasticParams(Params):
-    """Hyper-parameters of elastic aggregation."""
-
     tau: float = Field(0.5, ge=0)
     """Shortest factor of a step (authors: 0.5), that of numbers to which all clients are equally sensitive;
     with 1 and a single client in each round, the method is FedAvg, except that numbers of which Omega is 0

@@ -55,8 +55,6 @@ FIXED_HEAD = -2
 
 
 class FedAFKParams(Params):
-    """Hyper-parameters of FedAFK."""
-
     coefficient: float = Field(0.5, ge=0, le=1)
     """First a_i (paper: 0.5); 1 is the local extractor alone, 0 the global one."""
     coefficient_lr: float = Field(0.01, ge=0)

@@ -43,8 +43,6 @@ NEW, TRAINED, HAS_LEARNT = 0, 1, 2
 
 
 class FedALAParams(Params):
-    """Hyper-parameters of FedALA."""
-
     adaptive_layers: int = Field(1, ge=1)
     """Top layers with weights of their own (authors: p = 1, the last layer)."""
     weights_lr: float = Field(1.0, ge=0)

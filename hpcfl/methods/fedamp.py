@@ -40,8 +40,6 @@ LONGEST = 1e18
 
 
 class FedAMPParams(Params):
-    """Hyper-parameters of FedAMP."""
-
     weights: Literal["distance", "cosine"] = "distance"
     """FedAMP's weights, or those of the heuristic variant."""
     sigma: float | None = Field(None, gt=0)

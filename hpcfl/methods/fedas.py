@@ -53,8 +53,6 @@ from hpcfl.training.sample_gradients import squared_gradients
 
 
 class FedASParams(Params):
-    """Hyper-parameters of FedAS."""
-
     alignment_epochs: int = Field(1, ge=0)
     """Epochs that align the received body (authors: 1); 0 leaves it as it is."""
     alignment_lr: float = Field(0.01, gt=0)

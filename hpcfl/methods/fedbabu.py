@@ -24,8 +24,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedBABUParams(Params):
-    """Hyper-parameters of FedBABU."""
-
     finetune: Literal["all", "head", "body"] = "all"
     """What fine-tuning trains (the paper compares the three and reports `all`)."""
 

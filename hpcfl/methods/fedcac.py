@@ -44,8 +44,6 @@ ROUNDING = 16
 
 
 class FedCACParams(Params):
-    """Hyper-parameters of FedCAC."""
-
     share: float = Field(0.5, ge=0, le=1)
     """Share tau of critical numbers (authors: 0.5); 0 gives all clients the mean over all, which is
     FedAvg's model if all train in each round; 1 makes all O_ij nearly equal."""

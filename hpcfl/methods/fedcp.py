@@ -41,8 +41,6 @@ BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 
 class FedCPParams(Params):
-    """Hyper-parameters of FedCP."""
-
     alignment: float = Field(5.0, ge=0)
     """Weight lambda of the discrepancy to the received body's features (authors: 5); 0 is without."""
 

@@ -44,8 +44,6 @@ from hpcfl.training.losses import body_features
 
 
 class FedDBEParams(Params):
-    """Hyper-parameters of FedDBE."""
-
     kappa: float = Field(50.0, ge=0)
     """Strength of the pull of mean features towards the consensus (authors: 50); 0 is without."""
     mean_momentum: float = Field(1.0, gt=0, le=1)

@@ -36,8 +36,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedDynParams(Params):
-    """Hyper-parameters of FedDyn."""
-
     alpha: float = Field(0.01, gt=0)
     """Strength of the pull towards w (authors: 0.01 for CIFAR-10, of 0.001, 0.01, 0.1); lr alpha above 2
     diverges, and towards 0 clients train as in FedAvg while the server still adds h."""

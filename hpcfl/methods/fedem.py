@@ -46,8 +46,6 @@ from hpcfl.training.losses import class_probabilities, sample_losses
 
 
 class FedEMParams(Params):
-    """Hyper-parameters of FedEM."""
-
     components: int = Field(3, ge=1)
     """Number of components M (authors: 3); 1 is FedAvg."""
 

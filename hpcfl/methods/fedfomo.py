@@ -42,8 +42,6 @@ from hpcfl.training.losses import sample_losses
 
 
 class FedFomoParams(Params):
-    """Hyper-parameters of FedFomo."""
-
     models: int | None = Field(None, ge=0)
     """Number M of models that a client gets (PFLlib: 5); 0 is local training; default: 5, at most N - 1."""
     held_out: float = Field(0.2, gt=0, lt=1)

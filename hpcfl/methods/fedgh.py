@@ -37,8 +37,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedGHParams(Params):
-    """Hyper-parameters of FedGH."""
-
     server_lr: float = Field(0.01, ge=0)
     """Learning rate of the server's head (HtFLlib: 0.01); 0 keeps the initial head, to which bodies adapt."""
     server_epochs: int = Field(1, ge=0)

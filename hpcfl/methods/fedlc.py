@@ -33,8 +33,6 @@ from hpcfl.training.forward import Forward
 
 
 class FedLCParams(Params):
-    """Hyper-parameters of FedLC."""
-
     tau: float = Field(1.0, ge=0)
     """Width of the margins (public code: 1); 0 is a plain softmax among the classes that a client has."""
 

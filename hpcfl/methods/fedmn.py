@@ -91,8 +91,6 @@ Width = Annotated[int, Strict(), Field(ge=1, le=2**16)]
 
 
 class FedMNParams(Params):
-    """Hyper-parameters of FedMN."""
-
     architecture: list[Blocks] = Field([2, 2, 2])
     """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
     widths: list[Width] | None = None

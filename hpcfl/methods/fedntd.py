@@ -29,8 +29,6 @@ from hpcfl.training.losses import distillation_loss
 
 
 class FedNTDParams(Params):
-    """Hyper-parameters of FedNTD."""
-
     beta: float = Field(1.0, ge=0)
     """Weight of the distillation (authors: 1); 0 is FedAvg."""
     temperature: float = Field(1.0, gt=0)

@@ -55,8 +55,6 @@ MAX_STEPS = 5_000
 
 
 class FedPACParams(Params):
-    """Hyper-parameters of FedPAC."""
-
     alignment: float = Field(1.0, ge=0)
     """Strength lambda of the pull of features towards prototypes (authors: 1); 0 leaves it out."""
     head_lr: float = Field(0.1, gt=0)

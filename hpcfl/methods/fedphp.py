@@ -39,8 +39,6 @@ MOST = 0.9
 
 
 class FedPHPParams(Params):
-    """Hyper-parameters of FedPHP."""
-
     transfer: float = Field(0.1, ge=0, le=1)
     """Share lambda of R in the loss (authors: 0.05, 0.1); 0 trains as FedAvg does, 1 on R alone."""
     regulariser: Literal["mmd", "distillation"] = "mmd"

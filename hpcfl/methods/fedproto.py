@@ -53,8 +53,6 @@ NEVER = -1e6
 
 
 class FedProtoParams(Params):
-    """Hyper-parameters of FedProto."""
-
     alignment: float = Field(1.0, ge=0)
     """Strength lambda of the pull of features towards prototypes (authors: 1); 0 is local training, evaluated
     by the nearest prototype."""

@@ -20,8 +20,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedProxParams(Params):
-    """Hyper-parameters of FedProx."""
-
     mu: float = Field(0.01, ge=0)
     """Strength of the pull (paper's grid: 0.001, 0.01, 0.1, 1); 0 is FedAvg, lr mu above 2 diverges."""
 

@@ -23,8 +23,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class FedRepParams(Params):
-    """Hyper-parameters of FedRep."""
-
     head_epochs: int | None = Field(None, ge=0)
     """Epochs of the head alone (authors: 10); 0 never trains it, default: as many as `train.local_epochs`."""
     body_epochs: int | None = Field(1, ge=0)

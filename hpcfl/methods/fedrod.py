@@ -44,8 +44,6 @@ from hpcfl.training.forward import Forward
 
 
 class FedRoDParams(Params):
-    """Hyper-parameters of FedRoD."""
-
     hyper_head: bool = False
     """Whether a shared network makes personal heads from class shares (the paper's hypernetwork variant)."""
     hidden: int = Field(32, ge=1)

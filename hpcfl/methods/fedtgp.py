@@ -49,8 +49,6 @@ GENERATOR = "generator/"
 
 
 class FedTGPParams(FedProtoParams):
-    """Hyper-parameters of FedTGP."""
-
     alignment: float = Field(10.0, ge=0)
     """Strength lambda of the pull of features towards prototypes (authors: 10); 0 is local training,
     evaluated by the nearest prototype."""

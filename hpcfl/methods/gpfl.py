@@ -41,8 +41,6 @@ EMBEDDINGS = "embeddings.weight"
 
 
 class GPFLParams(Params):
-    """Hyper-parameters of GPFL."""
-
     magnitude: float = Field(0.01, ge=0)
     """Weight lambda of the distance to the class's embedding (authors: 0.01 for CNNs, 0.0001 for ResNets);
     0 leaves the guidance by angles."""

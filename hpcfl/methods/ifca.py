@@ -31,8 +31,6 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class IFCAParams(Params):
-    """Hyper-parameters of IFCA."""
-
     clusters: int = Field(2, ge=1)
     """Number of models k (authors: 2 for rotated CIFAR-10, 4 for MNIST); 1 is FedAvg."""
 

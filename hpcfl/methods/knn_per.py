@@ -41,8 +41,6 @@ GRID = 11
 
 
 class KnnPerParams(Params):
-    """Hyper-parameters of kNN-Per."""
-
     neighbours: int = Field(10, ge=1)
     """Number k of neighbours (paper: 10); very many are the client's class shares, weighed by the kernel."""
     scale: float = Field(1.0, gt=0)

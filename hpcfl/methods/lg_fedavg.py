@@ -24,8 +24,6 @@ from hpcfl.methods.checks import check_num_layers
 
 
 class LGFedAvgParams(Params):
-    """Hyper-parameters of LG-FedAvg."""
-
     global_layers: int = Field(2, ge=1)
     """Layers that travel, counted from the output (FedRep's authors: the last 2); all of them is FedAvg
     but for running statistics."""

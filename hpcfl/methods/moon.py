@@ -32,8 +32,6 @@ from hpcfl.training.losses import body_features
 
 
 class MoonParams(Params):
-    """Hyper-parameters of MOON."""
-
     mu: float = Field(1.0, ge=0)
     """Weight of the contrastive loss (paper: 5 for CIFAR-10, of 0.1, 1, 5, 10); 0 is FedAvg."""
     temperature: float = Field(0.5, gt=0)

@@ -59,8 +59,6 @@ FEW = 2
 
 
 class PFedFDAParams(Params):
-    """Hyper-parameters of pFedFDA."""
-
     ridge: float = Field(1.0, gt=0)
     """Number rho on the diagonal of a client's covariance (authors' code: 1); a very large one leaves the
     class shares alone."""

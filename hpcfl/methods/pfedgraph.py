@@ -43,8 +43,6 @@ SHORTEST = 1e-12
 
 
 class PFedGraphParams(Params):
-    """Hyper-parameters of pFedGraph."""
-
     alpha: float = Field(0.8, gt=0)
     """How close weights stay to the shares of samples (authors: 0.8); large ones give the mean of FedAvg,
     those near 0 the client's own model."""

@@ -43,8 +43,6 @@ HYPERNETWORK, VELOCITY = "hypernetwork/", "velocity/"
 
 
 class PFedHNParams(Params):
-    """Hyper-parameters of pFedHN."""
-
     private_head: bool = False
     """Whether each client keeps its own head and only the body is generated (pFedHN-PC)."""
     embedding: int | None = Field(None, ge=1)

@@ -70,8 +70,6 @@ only the weight that each client gives to its own model. As many weights are com
 
 
 class PFedLAParams(Params):
-    """Hyper-parameters of pFedLA."""
-
     weights: Literal["softmax", "relu"] = "softmax"
     """How outputs become weights that sum to one: softmax, or relu divided by the sum (public code)."""
     head_init: HeadInit | None = None

@@ -58,8 +58,6 @@ FIRST, OTHERS = "theta", "branches"
 
 
 class PFedMBParams(Params):
-    """Hyper-parameters of pFedMB."""
-
     branches: int = Field(5, ge=1)
     """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
     alpha_lr: float = Field(1.0, ge=0)

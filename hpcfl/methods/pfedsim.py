@@ -36,8 +36,6 @@ MAX_SIMILARITY = 0.9999
 
 
 class PFedSimParams(Params):
-    """Hyper-parameters of pFedSim."""
-
     warm_up: float = Field(0.5, ge=0, le=1)
     """Share of `train.rounds` that are FedAvg's, rounded down (authors: 0.5); 1 is FedAvg."""
 

@@ -37,8 +37,6 @@ _PLAIN = "whose control variates are means of plain gradients"
 
 
 class ScaffoldParams(Params):
-    """Hyper-parameters of SCAFFOLD."""
-
     global_lr: float = Field(1.0, gt=0)
     """Server's step lr_g (paper: 1); 1 takes the mean of the clients' models."""
     weights: Literal["samples", "uniform"] = "samples"
