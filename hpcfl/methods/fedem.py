@@ -25,11 +25,11 @@ One mini-batch costs M gradients. With M = 1 the method equals FedAvg bit for bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
@@ -37,7 +37,6 @@ from hpcfl.methods.base import Context, Params, State, Traits
 from hpcfl.methods.checks import check_equal_starts
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.models.mixture import Mixture
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
@@ -181,3 +180,21 @@ class FedEM(FedAvg):
 def _weighted_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     losses = cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y, reduction="none")
     return (tensors["share"].detach() * losses).mean()
+
+
+class Mixture(nn.Module):
+    """Networks with weights [M] that sum to 1; logits are the logarithm of the mixed probabilities."""
+
+    parts = (
+        "class probabilities are the sum over m of weights[m] * softmax(components.m(x)); the logits are "
+        "their logarithm"
+    )
+
+    def __init__(self, components: Iterable[nn.Module], weights: Tensor) -> None:
+        super().__init__()
+        self.components = nn.ModuleList(components)
+        self.register_buffer("weights", weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.stack([component(x).softmax(dim=1) for component in self.components])
+        return torch.einsum("m,mnk->nk", self.get_buffer("weights"), scores).log()

@@ -78,8 +78,17 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State, Traits, TwoPhaseMethod
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
-from hpcfl.models.routing import Decisions, Routing
+from hpcfl.models.modular import (
+    CLASSIFIER,
+    ROUTER,
+    Decisions,
+    ModularNetwork,
+    Norm,
+    Routed,
+    Routing,
+    num_paths,
+    path_names,
+)
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import seeded_generators
 from hpcfl.training.batches import Batch

@@ -22,8 +22,8 @@ from hpcfl.communication.messages import Message
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.methods.knn_per import WithNeighbours
 from hpcfl.models import Network
-from hpcfl.models.neighbours import WithNeighbours
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data

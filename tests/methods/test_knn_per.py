@@ -9,7 +9,7 @@ import torch
 from by_hand import assert_close, network_with, predicted
 from harness import UNEQUAL_FEW, Run
 
-from hpcfl.models.neighbours import neighbour_probabilities
+from hpcfl.methods.knn_per import neighbour_probabilities
 
 KNN_PER = "method.name=knn_per"
 
