@@ -18,23 +18,12 @@ from hpcfl.config.keys import DataConfig
 from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of
-from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
+from hpcfl.data.client_files import read_leaf, read_pfllib
 from hpcfl.data.csv_tables import read_csv_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
-
-
-def _read_images(data: DataConfig) -> Arrays:
-    """Read one of torchvision's sets."""
-    known = SOURCES[data.source]
-    num_classes = _emnist_classes(data.split) if data.source == "emnist" else known.num_classes
-    assert num_classes is not None
-    assert known.mean is not None
-    assert known.std is not None
-    x, y = torchvision_datasets.read(data.source, data.root, data.split, num_classes)
-    return Arrays(x, y, num_classes, 255.0, known.mean, known.std)
 
 
 def _read_npz(data: DataConfig) -> Arrays:
@@ -54,55 +43,61 @@ class Source:
     """
 
     description: str
-    num_classes: int | None = None
     mean: Channels | None = None
     std: Channels | None = None
     path_names: str | None = None
     partition: str | None = None
     read: Callable[[str | None], Arrays] | None = None
-    reader: Callable[[DataConfig], Arrays] = _read_images
+    reader: Callable[[DataConfig], Arrays] | None = None
+
+
+def _images(description: str, num_classes: int, mean: Channels, std: Channels) -> Source:
+    """Return one of torchvision's sets; EMNIST's splits have numbers of classes of their own."""
+
+    def read(data: DataConfig) -> Arrays:
+        classes = _emnist_classes(data.split) if data.source == "emnist" else num_classes
+        x, y = torchvision_datasets.read(data.source, data.root, data.split, classes)
+        return Arrays(x, y, classes, 255.0, mean, std)
+
+    return Source(description, mean, std, reader=read)
 
 
 SOURCES: dict[str, Source] = {
     "digits": Source(
         "8x8 grey digits, 10 classes, 1797 images, bundled",
-        10,
         *bundled.OF_DIGITS,
         reader=lambda _: bundled.digits(),
     ),
     "wine": Source(
         "13 features of wines, 3 classes, 178 samples, bundled",
-        3,
         partition="dirichlet",
         reader=lambda _: bundled.features("wine_data.csv", 3),
     ),
     "breast_cancer": Source(
         "30 features of tumours, 2 classes, 569 samples, bundled",
-        2,
         partition="dirichlet",
         reader=lambda _: bundled.features("breast_cancer.csv", 2),
     ),
     "topics": Source(
         "32 characters of Python's help texts, to predict the next one; each text is a client; bundled",
-        bundled.NUM_CHARACTERS,
         partition="given",
         reader=lambda _: bundled.topics_by_client(),
     ),
-    "mnist": Source("28x28 grey digits, 10 classes, 70000 images", 10, *OF_MNIST),
-    "fashionmnist": Source("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
-    "emnist": Source(
+    "mnist": _images("28x28 grey digits, 10 classes, 70000 images", 10, *OF_MNIST),
+    "fashionmnist": _images("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
+    "emnist": _images(
         "28x28 grey letters and digits; data.split: mnist (default), digits (10 classes), letters (26), "
         "balanced, bymerge (47), byclass (62)",
         10,
         *OF_MNIST,
     ),
-    "cifar10": Source(
+    "cifar10": _images(
         "32x32 colour photos, 10 classes, 60000 images",
         10,
         (0.4914, 0.4822, 0.4465),
         (0.2023, 0.1994, 0.2010),
     ),
-    "cifar100": Source(
+    "cifar100": _images(
         "32x32 colour photos, 100 classes, 60000 images",
         100,
         (0.5071, 0.4865, 0.4409),
@@ -130,7 +125,6 @@ SOURCES: dict[str, Source] = {
     ),
     "femnist": Source(
         "28x28 letters and digits, 62 classes; a writer is a client; data.path=folder of LEAF's JSON files",
-        FEMNIST_CLASSES,
         *OF_MNIST,
         path_names="FOLDER",
         reader=lambda data: read_leaf(str(data.path)),
@@ -156,6 +150,7 @@ def read_source(data: DataConfig) -> Arrays:
         raise UserError(f"data.path is not set: data.source={data.source} needs data.path={known.path_names}")
     if known.read is not None:
         return _read_own(data.source, known.read, data.path)
+    assert known.reader is not None
     return known.reader(data)
 
 
