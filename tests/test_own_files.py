@@ -10,7 +10,7 @@ from bits import differing, refused
 from conftest import forgetting_own_code
 from processes import Mpirun
 
-from hpcfl.config.own_code import digest
+from hpcfl.config.own_code import allow_files, digest
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
@@ -216,6 +216,22 @@ def test_versions_of_a_method_are_compared_also_when_hpcfl_has_its_name(
         assert main([str(runs[0] / "config.yaml"), "--out", str(runs[0])]) == FINISHED
         message = refused(capsys, f"method.path={versions[0]}", *TINY)
         assert "defines trimmed, but that name is already in use; choose another" in message
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_recorded_configuration_stays_the_same_when_its_names_are_in_use(
+    files: dict[str, Path], tmp_path: Path, key: str
+) -> None:
+    with forgetting_own_code():
+        config = load_config(None, words(files))
+    (tmp_path / "config.yaml").write_text(config.yaml())
+    other = tmp_path / "elsewhere" / files[key].name
+    other.parent.mkdir()
+    other.write_text(FILES[key] + "# another text\n")
+    load_config(None, [f"{key}={other}"])
+    allow_files(key, [*files.values()])
+    again = load_config(tmp_path / "config.yaml", [])
+    assert again.tree() == config.tree()
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -90,11 +90,11 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         of_word = [key for key in known if any(f"{name}.".startswith(f"{word}.") for name in _names(key))]
         if not of_word and word in _groups_of_kinds():
             raise UserError(f"{word} has no keys of its own; see hpcfl list keys")
-        name, _, path = word.partition("=")
-        for kind, registry in _REGISTRIES.items():
-            if path and name == registry.own_key:
-                raise UserError(f"for the keys of your own {kind}, type hpcfl list keys --{kind} {path}")
         if not of_word:
+            name, _, path = word.partition("=")
+            for kind, registry in _REGISTRIES.items():
+                if path and name == registry.own_key:
+                    raise UserError(f"for the keys of your own {kind}, type hpcfl list keys --{kind} {path}")
             names = sorted({name for key in known for name in _names(key)})
             near = nearest_key(word, names)
             hint = f"; did you mean {near}?" if near else "; see hpcfl list keys"

@@ -533,6 +533,11 @@ class RunConfig(Settings):
 Options = TypeVar("Options", bound=Settings)
 
 
+def recorded_name(name: str) -> str:
+    """Return a name as runs record it, without what tells own files of one name apart (`OwnFile.add_to`)."""
+    return name.partition("@")[0]
+
+
 @dataclass(frozen=True)
 class Chosen(Generic[Options]):
     """What a group of keys chooses by its `name`: a method, a partition or a model."""
@@ -546,7 +551,7 @@ class Chosen(Generic[Options]):
     class given to `hpcfl.run`, `code` alone; else empty. Runs with different digests are different runs."""
 
     def model_dump(self) -> dict[str, Any]:
-        return {"name": self.name.partition("@")[0], **self.file, **self.options.model_dump()}
+        return {"name": recorded_name(self.name), **self.file, **self.options.model_dump()}
 
 
 @dataclass(frozen=True)
@@ -582,7 +587,8 @@ class Config:
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
         found: dict[str, Any] = {group: getattr(self, group).model_dump() for group in GROUPS}
-        found["data"] |= {**self.source_file, "partition": self.partition.model_dump()}
+        found["data"] |= {"source": recorded_name(self.data.source), **self.source_file}
+        found["data"] |= {"partition": self.partition.model_dump()}
         return found
 
     def yaml(self) -> str:

@@ -27,6 +27,7 @@ from hpcfl.config.keys import (
     Settings,
     TrainConfig,
     flatten,
+    recorded_name,
 )
 from hpcfl.config.own_code import allow, class_code, is_class, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
@@ -172,7 +173,7 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
         given.pop("code", None)
         return class_code(registry.own_key, str(name))
     own, code = registry.add_own(str(path), given.pop("code", None))
-    if str(given.get(name_key, own)).partition("@")[0] != own.partition("@")[0]:
+    if recorded_name(str(given.get(name_key, own))) != recorded_name(own):
         raise UserError(
             f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, whose {kind} is {own}; "
             "drop one"

@@ -111,12 +111,8 @@ def check_settings(method: str, traits: Traits, context: Context) -> None:
         )
     if traits.needs_body or traits.linear_head:
         check_body(method, context)
-    head = [slot.shape for slot in context.layout.parameters if slot.name.startswith("head.")]
-    if traits.linear_head and [len(shape) for shape in head] != [2, 1]:
-        raise UserError(
-            f"method.name={method} needs a network whose head is one linear layer with a bias, and that of "
-            f"model.name={context.model_name} is another; use one that has, such as model.name=lenet"
-        )
+    if traits.linear_head:
+        check_linear_head(method, context)
 
 
 def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, buffers: Buffers) -> None:
@@ -146,6 +142,16 @@ def check_body(method: str, context: Context) -> None:
             f"method.name={method} needs a feature extractor and a head, and model.name="
             f"{context.model_name} has no layers before its head here; use one that has, such as "
             "model.name=lenet"
+        )
+
+
+def check_linear_head(method: str, context: Context) -> None:
+    """Raise UserError unless the configured model's head is one linear layer with a bias."""
+    head = [slot.shape for slot in context.layout.parameters if slot.name.startswith("head.")]
+    if [len(shape) for shape in head] != [2, 1]:
+        raise UserError(
+            f"method.name={method} needs a network whose head is one linear layer with a bias, and that of "
+            f"model.name={context.model_name} is another; use one that has, such as model.name=lenet"
         )
 
 

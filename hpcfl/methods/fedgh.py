@@ -32,7 +32,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods._prototypes import prototypes, trained_on_prototypes
 from hpcfl.methods.base import Params, State
-from hpcfl.parameters import Tensors
+from hpcfl.parameters import Tensors, under
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -68,8 +68,7 @@ class FedGH(OwnModel):
 
         def loss(weights: Tensors, features: Tensor, y: Tensor) -> Tensor:
             views = self.layout.views(weights["head"], self.layout.head.start)
-            named = {name.removeprefix("head."): tensor for name, tensor in views.items()}
-            return cross_entropy(functional_call(module, named, features), y)
+            return cross_entropy(functional_call(module, under(views, "head."), features), y)
 
         found, y = rows["prototypes"][held], held.nonzero()[:, 1]
         server |= trained_on_prototypes(self, cohort.round, {"head": server["head"]}, loss, found, y)

@@ -143,22 +143,35 @@ def kinds(state: Tensors) -> Kinds:
     return {name: (value.dtype, value.shape) for name, value in state.items()}
 
 
+def misfit(expected: Kinds, found: Kinds, growing: Collection[str] = ()) -> str | None:
+    """Name an expected tensor that is missing, or has another type, or another shape and is not `growing`.
+
+    None if there is none; tensors that are not expected are fine.
+    """
+    for name, (dtype, shape) in expected.items():
+        there = found.get(name)
+        if there is None or there[0] != dtype or (there[1] != shape and name not in growing):
+            return name
+    return None
+
+
 def check_kinds(hook: str, before: Kinds, state: Tensors, growing: Collection[str] = ()) -> None:
     """Raise TypeError or ValueError if a hook changed types or shapes of a state, or dropped a tensor.
 
     Shapes of the `growing` tensors may change. A checkpoint of such a state could not be resumed.
     """
     check_state(hook, state)
-    for name, (dtype, shape) in before.items():
-        if name not in state:
-            raise ValueError(f"{hook} dropped {name!r} from the state; a resumed run would not find it")
-        found = state[name]
-        if found.dtype != dtype or (found.shape != shape and name not in growing):
-            raise ValueError(
-                f"{hook} changed {name!r} from {_described(dtype, shape)} to "
-                f"{_described(found.dtype, found.shape)}; a resumed run needs what the state had at the start"
-                " (of the server's, traits.growing_state names tensors whose shape may change)"
-            )
+    after = kinds(state)
+    name = misfit(before, after, growing)
+    if name is None:
+        return
+    if name not in after:
+        raise ValueError(f"{hook} dropped {name!r} from the state; a resumed run would not find it")
+    raise ValueError(
+        f"{hook} changed {name!r} from {_described(*before[name])} to {_described(*after[name])}; a resumed "
+        "run needs what the state had at the start (of the server's, traits.growing_state names tensors "
+        "whose shape may change)"
+    )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
-from hpcfl.methods.hook_results import Kinds, kinds
+from hpcfl.methods.hook_results import kinds, misfit
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
@@ -102,8 +102,10 @@ class Saver:
         own, of_client = kinds(self._adapter.initial_server()), kinds(self._adapter.initial_clients([0]))
         server, growing = checkpoint.server, self._method.traits.growing_state
         try:
-            _check_parts("server", own, kinds(server), growing)
-            _check_parts("clients", of_client, kinds(checkpoint.client_rows(0, 1)))
+            if part := misfit(own, kinds(server), growing):
+                raise ValueError(f"server/{part} is missing or has another shape")
+            if part := misfit(of_client, kinds(checkpoint.client_rows(0, 1))):
+                raise ValueError(f"clients/{part} is missing or has another shape")
             self._ledger.restore(checkpoint.ledger, checkpoint.history)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
@@ -223,17 +225,6 @@ class Saver:
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]) - first_id, block.per_client
-
-
-def _check_parts(group: str, own: Kinds, found: Kinds, growing: Collection[str] = ()) -> None:
-    """Raise ValueError for a part of the state that is missing or has another type or shape.
-
-    The shapes of the `growing` parts may differ. Extra parts, such as a codec's, are fine.
-    """
-    for name, (dtype, shape) in own.items():
-        there = found.get(name)
-        if there is None or there[0] != dtype or (there[1] != shape and name not in growing):
-            raise ValueError(f"{group}/{name} is missing or has another shape")
 
 
 def _shape(rows: Tensor, count: int) -> RowShape:

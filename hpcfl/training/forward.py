@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from hpcfl.config.keys import Precision
-from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.parameters import ParameterLayout, Tensors, under
 
 
 def in_precision(precision: Precision, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -88,7 +88,7 @@ class Forward:
         named = weights | statistics
         module = self._network.get_submodule(part)
         if part:
-            named = {k.removeprefix(f"{part}."): v for k, v in named.items() if k.startswith(f"{part}.")}
+            named = under(named, f"{part}.")
         output = in_precision(self._precision, lambda *x: functional_call(module, named, x), *inputs)
         for name, tensor in kept.items():
             tensor.copy_(statistics[name])
