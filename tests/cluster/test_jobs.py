@@ -132,7 +132,7 @@ def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_is_not_requeued
     end_time = gates.wait(1, job)
     assert int(end_time) == datetime.fromisoformat(job.field("EndTime")).timestamp()
 
-    second = slurm.submit(*command, **gates.env)
+    second = slurm.submit("--ntasks=1", *command[1:], **gates.env)
     second.wait()
     assert (second.state, second.exit_code, second.field("Restarts")) == ("FAILED", BAD_INPUT, "0")
     assert f"hpcfl: error: {folder} is in use by pid " in second.output

@@ -136,9 +136,9 @@ def rows_once_stalled(running: Launch) -> int:
 
 @MPIS
 def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
-    nodes: Nodes, launch: Launcher, resume: Resume, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
+    nodes: Nodes, launch: Launcher, settings: list[str], uninterrupted: Path, tmp_path: Path, mpi: list[str]
 ) -> None:
-    """The rounds on three nodes before, and on two after, have the bits of a run on one rank."""
+    """The rounds on three nodes before it have the bits of a run on one rank."""
     with launch(mpi, 3) as running:
         running.wait_for_rounds(3)
         config = (tmp_path / "run" / "config.yaml").read_text()
@@ -160,7 +160,8 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
     assert lines[0].startswith(opening)
     assert "Traceback" not in printed
     assert 2 <= completed_rounds(tmp_path / "run") < ROUNDS
-    assert resume(mpirun_command) == ""
+    assert run_here(tmp_path / "run", [*settings, f"train.rounds={ROUNDS}"]) == FINISHED
+    assert not differing(uninterrupted, tmp_path / "run")
 
 
 @pytest.mark.nodes
