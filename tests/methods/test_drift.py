@@ -196,7 +196,7 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_rounds_of_scaffold_equal_a_plain_implementation_with_means_of_gradients(
     keys: tuple[str, ...],
 ) -> None:
-    run = Run(*SOME, "method.name=scaffold", "train.lr_decay=0.8", *keys)
+    run = Run(*SOME, "method.name=scaffold", "train.batch_size=8", "train.lr_decay=0.8", *keys)
     theta, buffers, c, own = scaffold_by_hand(run)
     assert_close(run.server["theta"], theta)
     assert_close(run.server["buffers"], buffers)

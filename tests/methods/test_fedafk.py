@@ -181,12 +181,12 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
-        ((), 2 * 4 + 4),
-        (("method.schedule=sequential",), 3 * 2 * 4 + 4),
-        (("method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"), 2 * 2 * 4),
+        ((), 2 * 3 + 3),
+        (("method.schedule=sequential",), 3 * 2 * 3 + 3),
+        (("method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"), 2 * 2 * 3),
     ],
 )
 def test_each_schedule_runs_its_epochs_of_each_update(keys: tuple[str, ...], steps: int) -> None:
-    """28 samples in batches of 8, two local epochs, and one epoch of the head."""
+    """28 samples in batches of 10, two local epochs, and one epoch of the head."""
     run = Run(OURS, *MLP, "train.rounds=1", "train.local_epochs=2", *keys)
     assert int(work(run, 0)[1].steps) == steps

@@ -51,7 +51,7 @@ def test_factors_of_gradients_equal_those_by_hand() -> None:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fednova_equal_a_plain_implementation() -> None:
     keys = ("train.local_epochs=2", "train.lr_decay=0.8", "train.momentum=0.8", "train.weight_decay=0.01")
-    run = Run(*SOME, "method.name=fednova", *keys)
+    run = Run(*SOME, "method.name=fednova", "train.batch_size=8", *keys)
     samples = run.method.context.num_samples
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):

@@ -395,7 +395,7 @@ def test_bipartitions_equal_those_by_hand() -> None:
 def test_clustered_fl_finds_three_planted_groups(tmp_path: Path) -> None:
     keys = planted(tmp_path, [PLAIN, MIRRORED, MIRRORED_AND_SWAPPED] * 3)
     splits = ("method.eps_1=0.27", "method.eps_2=0.47", "method.first_round=2")
-    run = Run(*keys, CLUSTERED, *splits, "train.rounds=9")
+    run = Run(*keys, CLUSTERED, *splits, "train.batch_size=8", "train.rounds=9")
     assert run.server["cluster"].tolist() == [0, 1, 2] * 3
     assert torch.equal(run.evaluated()["theta"], run.server["theta"][[0, 1, 2] * 3])
     assert torch.pdist(run.server["theta"]).min() > 0.1

@@ -208,25 +208,25 @@ TWO = ("method.name=fedavg", "data.clients=2", "clients.step_s=0.5", "clients.sl
 
 def test_the_simulated_clock_follows_the_slower_of_two_clients() -> None:
     run = Run(*TWO, "clients.bytes_per_s=1e4", "train.local_epochs=3")
-    # 28 samples are 4 mini-batches of at most 8; a model goes down and up in float32
+    # 28 samples are 3 mini-batches of at most 10; a model goes down and up in float32
     message_s = 2 * 4 * run.method.layout.size / 1e4
     factors = [factor_by_hand(run, 0.7, client) for client in range(2)]
     assert factors[0] != factors[1]
-    assert run.simulation.ledger.simulated_s == pytest.approx(3 * (3 * 4 * 0.5 * max(factors) + message_s))
+    assert run.simulation.ledger.simulated_s == pytest.approx(3 * (3 * 3 * 0.5 * max(factors) + message_s))
     without = Run(*TWO[:3])
-    assert without.simulation.ledger.simulated_s == 3 * 4 * 0.5
+    assert without.simulation.ledger.simulated_s == 3 * 3 * 0.5
 
 
 def test_a_late_client_is_lost_after_its_training(recorded: list[dict[str, object]]) -> None:
-    run = Run(*TWO, "method.name=local", "clients.deadline_s=4", "train.rounds=1")
-    times = [4 * 0.5 * factor_by_hand(run, 0.7, client) for client in range(2)]
-    assert min(times) < 4 < max(times)
+    run = Run(*TWO, "method.name=local", "clients.deadline_s=3", "train.rounds=1")
+    times = [3 * 0.5 * factor_by_hand(run, 0.7, client) for client in range(2)]
+    assert min(times) < 3 < max(times)
     late = int(np.argmax(times))
     ledger = run.simulation.ledger
     assert ledger.lost.tolist() == [int(client == late) for client in range(2)]
-    assert ledger.simulated_s == 4
+    assert ledger.simulated_s == 3
     # it has trained, and none of that stays
-    assert sum(recorded[0]["steps"].values()) == 8  # type: ignore[attr-defined]
+    assert sum(recorded[0]["steps"].values()) == 6  # type: ignore[attr-defined]
     start = run.method.client_state([0, 1])["theta"]
     assert [torch.equal(*pair) for pair in zip(run.clients["theta"], start, strict=True)] == [
         client == late for client in range(2)
