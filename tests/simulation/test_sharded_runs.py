@@ -16,7 +16,7 @@ from hpcfl.errors import FINISHED, STOPPED
 RANKS = 4
 BLOCKS = (4, 3)
 """Clients of a block, and members at once: shards of few clients have several."""
-NUM_CLIENTS = 37
+NUM_CLIENTS = 19
 MODEL_NUMBERS = 13_802
 
 CASES = {
@@ -39,9 +39,9 @@ def settings(digits: Path) -> list[str]:
     return [
         *tiny_settings(digits),
         f"data.clients={NUM_CLIENTS}",
-        "data.subset_per_class=60",
+        "data.subset_per_class=40",
         "data.partition.min_samples=6",
-        "train.participation=0.2",
+        "train.participation=0.3",
         "train.rounds=2",
         "run.eval_every=2",
         "method.server=sharded",

@@ -18,6 +18,7 @@ from processes import REPOSITORY, run_tree
 from table_files import refused_once_changed
 
 import hpcfl.storage.checkpoint
+from hpcfl.data import bundled
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
@@ -35,7 +36,7 @@ FIGURE_FILES = [path for path in sorted(TABLES.glob("*.yaml")) if "\nfigure:" in
 
 SMALL = {
     "data": {"layout": "NHWC", "subset_per_class": None, "per_client": 20, "test_fraction": 0.5},
-    "train": {"rounds": 2, "local_epochs": 1, "finetune_epochs": 0},
+    "train": {"rounds": 1, "local_epochs": 1, "finetune_epochs": 0},
     "run": {"device": "cpu", "eval_every": 1},
 }
 WHOLE = {"per_client": None, "subset_per_class": 18}
@@ -50,16 +51,14 @@ SMALLER = {
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the digits as images of MNIST's and of CIFAR's size."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+    digits = bundled.digits()
     folder = tmp_path_factory.mktemp("images")
     made = {}
     for name, times, padding, channels in (("grey", 3, 2, 1), ("colour", 4, 0, 3)):
-        x = np.kron(digits.images / 16, np.ones((1, times, times)))
+        x = np.kron(digits.x[:, 0] / digits.scale, np.ones((1, times, times)))
         x = np.pad(x, [(0, 0), (padding, padding), (padding, padding)])
         made[name] = folder / f"{name}.npz"
-        np.savez(made[name], x=np.repeat(x[..., None], channels, 3).astype(np.float32), y=digits.target)
+        np.savez(made[name], x=np.repeat(x[..., None], channels, 3).astype(np.float32), y=digits.y)
     return made
 
 
