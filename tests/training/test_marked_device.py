@@ -15,6 +15,7 @@ import pytest
 import torch
 from bits import (
     DIFFERENT,
+    KINDS,
     MEETS_ALL_SOON,
     VARIANTS,
     contents,
@@ -34,6 +35,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
+from hpcfl.methods import METHODS, Method
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models import MODELS
@@ -269,8 +271,10 @@ def test_a_run_does_not_mix_devices_and_does_not_wait_between_steps(
     engine: str,
 ) -> None:
     """Download, request, training, aggregation, checkpoint, fine-tuning, unseen clients and evaluation."""
-    keys = [*settings, *method_settings(case), "train.finetune_epochs=1", f"run.engine={engine}"]
+    keys = [*settings, *method_settings(case), f"run.engine={engine}"]
     keys += ["data.unseen_clients=0.25", "run.eval_every=2"]
+    if case in KINDS or METHODS[case.partition("-")[0]].finetune != Method.finetune:
+        keys += ["train.finetune_epochs=1"]
     # two mini-batches of the one client that this engine trains at once
     keys += ["train.batch_size=4"] if engine == "loop" else []
     assert run_here(tmp_path / "run", keys) == FINISHED
