@@ -93,10 +93,11 @@ class Shard:
         return Shard(clients, x, y, *_places([len(y) for _, y in pieces], len(clients)))
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one client's part as views, x [n, ...] and y [n]."""
+        """Return one client's part, a copy of x [n, ...] and a view of y [n]."""
         start = int(self.offset[split][local_client])
         stop = start + int(self.count[split][local_client])
-        return self.x[start:stop], self.y[start:stop]
+        # the last bits of products depend on where x begins in memory, and that on the clients before
+        return self.x[start:stop].clone(), self.y[start:stop]
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the samples at some positions [B], x [B, ...], images channels last in memory."""

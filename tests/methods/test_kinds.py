@@ -52,7 +52,8 @@ def test_fedavg_learns_each_kind_and_its_models_predict(kind: str, tmp_path: Pat
 def test_the_bits_depend_neither_on_the_ranks_nor_on_a_kill(
     kind: str, tmp_path: Path, mpirun: Mpirun
 ) -> None:
-    keys = [*SMALL, *words_of(kind, tmp_path), "data.partition.name=given", "data.clients=6"]
+    """Clients of unequal size, so that a client's samples begin elsewhere in the memory of each rank."""
+    keys = [*SMALL, *words_of(kind, tmp_path), "data.partition.name=dirichlet", "data.clients=6"]
     keys += ["data.per_client=null", "method.name=pfedla", "train.participation=0.5"]
     keys += ["run.checkpoint_every=1", "run.report=false"]
     serial, parallel, killed = (tmp_path / name for name in ("serial", "parallel", "killed"))
