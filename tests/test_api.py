@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 import hpcfl
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.config import own_code
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
@@ -138,11 +139,36 @@ def test_a_class_with_another_text_does_not_resume_a_run(tmp_path: Path) -> None
     assert len(run("train.rounds=3", method=first, out=tmp_path / "run").metrics["round"]) == 3
 
 
-def test_a_class_without_a_text_is_resumed(tmp_path: Path) -> None:
+def test_a_class_without_a_text_is_resumed_unless_it_does_something_else(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {"FedAvg": FedAvg}
-    for _ in range(2):
-        exec(SCALED.replace("FACTOR", "0.5"), namespace)
-        assert run(method=namespace["Scaled"], out=tmp_path / "run").status.state == "finished"
+    for factor in ("0.5", "0.5", "0.9"):
+        exec(SCALED.replace("FACTOR", factor), namespace)
+        if factor == "0.9":
+            with pytest.raises(
+                UserError, match=r"a run with another text of method\.name=scaled; bring that"
+            ):
+                run(method=namespace["Scaled"], out=tmp_path / "run")
+        else:
+            assert run(method=namespace["Scaled"], out=tmp_path / "run").status.state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("member", "other"),
+    [
+        ("@staticmethod\n    def factor(): return 0.5", "@staticmethod\n    def factor(): return 0.9"),
+        ("@property\n    def factor(self): return 0.5", "@property\n    def factor(self): return 0.9"),
+        ("factor = 0.5", "factor = 0.9"),
+        ("traits = FedAvg.traits", 'traits = FedAvg.traits.replace(eval_after="training")'),
+    ],
+)
+def test_any_change_of_a_class_is_noticed(member: str, other: str) -> None:
+    digests = []
+    for text in (member, member, other):
+        namespace: dict[str, Any] = {"FedAvg": FedAvg}
+        exec(f"class Mine(FedAvg):\n    {text}", namespace)
+        own_code.add_class("method.path", "mine", namespace["Mine"])
+        digests.append(own_code.class_code("method.path", "mine"))
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.filterwarnings("always:of a library")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import shlex
 import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,22 +33,49 @@ _allowed: set[bytes] = set()
 
 
 _classes: dict[tuple[str, str], str] = {}
-"""The digest of a class given to `hpcfl.run`, by the key of files of its kind and its name; empty where
-Python has no text of it."""
+"""The digest of a class given to `hpcfl.run`, by the key of files of its kind and its name."""
 
 
 def add_class(key: str, name: str, given: type) -> None:
     """Remember a class that a caller gives in place of a file named by `key`.
 
-    It keeps a digest of the texts of its functions, and of those that it inherits from other classes of the
-    caller's: a notebook has no text of a class, but of its functions.
+    It keeps a digest of the functions and plain values of the class, and of those that it inherits from other
+    classes of the caller's.
     """
-    own = [kind for kind in given.__mro__ if not kind.__module__.startswith("hpcfl.")]
-    functions = [value for kind in own for value in vars(kind).values() if inspect.isfunction(value)]
+    own = [kind for kind in given.__mro__ if kind is not object and not kind.__module__.startswith("hpcfl.")]
+    values = [item for kind in own for item in vars(kind).items()]
+    _classes[key, name] = digest("\n".join(text for item in values for text in _texts(*item)).encode())
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """Return the texts of the functions of a class's value, or a plain value as text; [] for others."""
+    if isinstance(value, property):
+        return [text for part in (value.fget, value.fset, value.fdel) for text in _texts(name, part) if part]
+    function = getattr(value, "__func__", getattr(value, "func", value))
+    if inspect.isfunction(function):
+        try:
+            # a notebook has no text of a class, but of its functions
+            return [inspect.getsource(function)]
+        except (OSError, TypeError):
+            return [_compiled(function.__code__)]
+    if name.startswith("__") or name in ("name", "summary"):
+        return []
+    plain = vars(value) if is_dataclass(value) and not isinstance(value, type) else value
     try:
-        _classes[key, name] = digest("".join(map(inspect.getsource, functions)).encode())
-    except (OSError, TypeError):
-        _classes[key, name] = ""
+        return [f"{name} = {json.dumps(plain, sort_keys=True, default=sorted)}"]
+    except TypeError:
+        return []
+
+
+def _compiled(code: types.CodeType) -> str:
+    """Return what a function without a text does: one defined at Python's prompt."""
+    constants = (
+        _compiled(one)
+        if isinstance(one, types.CodeType)
+        else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+        for one in code.co_consts
+    )
+    return " ".join([code.co_code.hex(), *code.co_names, *constants])
 
 
 def is_class(key: str, name: str) -> bool:
@@ -57,7 +85,7 @@ def is_class(key: str, name: str) -> bool:
 
 def class_code(key: str, name: str) -> dict[str, str]:
     """Return the digest of such a class as the key `code`, if there is one."""
-    return {"code": code} if (code := _classes.get((key, name))) else {}
+    return {"code": _classes[key, name]} if (key, name) in _classes else {}
 
 
 def is_own(key: str, name: str) -> bool:
