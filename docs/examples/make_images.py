@@ -4,4 +4,5 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 digits = load_digits()
-np.savez("images.npz", x=digits.images[:, None].astype("uint8"), y=digits.target)
+x = (digits.images * 15).astype("uint8")  # from 0..16 to bytes
+np.savez("images.npz", x=x[:, None], y=digits.target)

@@ -66,7 +66,11 @@ def parser() -> Parser:
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     whole: dict[str, Any] = {"type": whole_number, "metavar": "R"}
-    parser.add_argument("--ranks", help="ranks of the run (default: those here, or 9)", **whole)
+    parser.add_argument(
+        "--ranks",
+        help="ranks of the run (default: those here, or 9, if they all have work)",
+        **whole,
+    )
     parser.add_argument("--ranks-per-node", help="ranks on a node (default: as here, or one a core)", **whole)
     limit_help = "time limit of a job (default: what the run takes)"
     parser.add_argument("--time", type=seconds_of, metavar="HH:MM:SS", help=limit_help)
@@ -89,8 +93,10 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     check_single_samples(method)
     if options.ranks is not None:
         check_chain(method, ranks - 1)
-    elif method.sequential is not None:
-        ranks = min(ranks, 2)
+    else:
+        # more workers than clients of a round have nothing to do
+        cohort = config.train.cohort_size(method.context.num_clients)
+        ranks = min(ranks, 2 if method.sequential is not None else 1 + cohort)
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
         LOG.warning(

@@ -61,6 +61,7 @@ def run(
         is_cell: the run is one of many: print only how its rounds go.
     """
     with ExitStack() as at_exit:
+        at_exit.enter_context(_no_exit())
         TERMINAL.forget()
         logged = WarningHandler()
         at_exit.enter_context(handled_by(logged))
@@ -117,6 +118,15 @@ def run(
         for line in lines:
             progress.say(line)
         return outcome
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Make a `sys.exit` of own code an error: other ranks would wait, and code 0 would mean success."""
+    try:
+        yield
+    except SystemExit as exit:
+        raise RuntimeError(f"own code ends the process by sys.exit({exit.code!r}); raise an error") from exit
 
 
 def _write_report(folder: Path) -> Path | None:

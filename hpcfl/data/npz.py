@@ -51,8 +51,10 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     if x.dtype == np.uint8:
         return x
     if x.dtype.kind != "f":
+        are_bytes = x.ndim == 4 and x.dtype.kind in "iu" and 0 <= x.min() <= x.max() <= 255
+        advised = "uint8" if are_bytes else "float32"
         raise UserError(
-            f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float, as of x.astype('float32')"
+            f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float, as of x.astype('{advised}')"
         )
     with np.errstate(over="ignore"):
         pixels = x.astype(np.float32, copy=False)

@@ -84,7 +84,7 @@ class MethodAdapter:
         return state | self._optimiser.initial(state)
 
     def _check_diagnostics(self, server: State) -> None:
-        """Raise TypeError for a diagnostic that nothing would record."""
+        """Raise TypeError for a diagnostic that nothing would record, or whose values have other axes."""
         method = type(self.method)
         if (method.server_diagnostics, method.client_diagnostics) == (
             Method.server_diagnostics,
@@ -96,6 +96,11 @@ class MethodAdapter:
                     raise TypeError(
                         f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
                         "client_state returns; return it from one of them, such as torch.zeros(...)"
+                    )
+                if kept[one.name].dim() != len(one.axes):
+                    raise TypeError(
+                        f"{self._hook('diagnostics')} gives {one.name!r} the axes {one.axes}, and its values "
+                        f"have the shape {[*kept[one.name].shape]}"
                     )
 
     def initial_clients(self, clients: Sequence[int]) -> State:

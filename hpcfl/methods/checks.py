@@ -52,6 +52,10 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     if wrong := [unit for unit in kind.privacy_units if unit not in get_args(PrivacyUnit)]:
         units = ", ".join(get_args(PrivacyUnit))
         raise TypeError(f"{kind.__name__}.privacy_units has {wrong[0]!r}; allowed: {units}")
+    if not isinstance(kind.traits, Traits):
+        raise TypeError(f"{kind.__name__}.traits is no Traits; write traits = FedAvg.traits.replace(...)")
+    if not isinstance(kind.diagnostics, tuple):
+        raise TypeError(f"{kind.__name__}.diagnostics is no tuple; write (Diagnostic(...),) with a comma")
     _check_traits(kind)
     of_rule, of_module = (
         next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
@@ -124,7 +128,7 @@ def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, b
     if unit not in units:
         raise UserError(
             f"{key} does not go with method.name={method}, whose clients' messages it would not make "
-            "private; `hpcfl list` shows the methods that it goes with"
+            "private; `hpcfl list` shows the methods that it goes with; a class of your own has privacy_units"
         )
     if unit == "sample" and buffers.layout.buffer_size:
         raise UserError(

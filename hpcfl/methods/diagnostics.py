@@ -10,6 +10,8 @@ HISTORY_LIMIT = 10_000
 """Largest number of entries, such as N*N, of a diagnostic that the history records in full (below 100 MB for
 2,500 evaluations)."""
 
+AXES = ("client", "layer", "branch", "component", "path")
+
 
 @dataclass(frozen=True)
 class Diagnostic:
@@ -42,3 +44,7 @@ class Diagnostic:
     def __post_init__(self) -> None:
         if self.axes[:1] != ("client",):
             raise ValueError(f"diagnostic {self.name!r}: the first of its axes {self.axes} must be 'client'")
+        if unknown := [axis for axis in self.axes if axis not in AXES]:
+            raise ValueError(
+                f"diagnostic {self.name!r} has the axis {unknown[0]!r}; allowed: {', '.join(AXES)}"
+            )

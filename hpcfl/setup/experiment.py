@@ -15,7 +15,7 @@ from torch import nn
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.config.keys import CommConfig, Config, DataConfig, RunConfig, TrainConfig
-from hpcfl.data.arrays import Arrays, digest_of
+from hpcfl.data.arrays import Arrays, Channels, digest_of
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
 from hpcfl.data.partitions import (
@@ -52,6 +52,9 @@ from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 
 LOG = logging.getLogger(__name__)
+
+LARGEST_PIXEL = 20
+"""Pixels larger than this are not normalised: networks train on a few units."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> Da
     in_training = parts[: len(parts) - data.num_unseen(len(parts))]
     train = np.concatenate([part.train for part in in_training])
     mean, std = resolve_normalisation(arrays, data.normalise, train)
+    _warn_of_scale(data, arrays, mean, std)
     return DataRecord(
         sample=arrays.sample,
         dtype=str(arrays.x.dtype),
@@ -157,6 +161,19 @@ def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> Da
         num_classes=arrays.num_classes,
         num_samples=tuple(len(part.train) for part in parts),
     )
+
+
+def _warn_of_scale(data: DataConfig, arrays: Arrays, mean: Channels, std: Channels) -> None:
+    """Warn of images with which networks would diverge, such as floats up to 255."""
+    if arrays.sample.kind != "images":
+        return
+    ends = np.stack([arrays.x.min(axis=(0, 2, 3)), arrays.x.max(axis=(0, 2, 3))]).astype(np.float64)
+    largest = np.abs((ends / arrays.scale - mean) / std).max()
+    if largest > LARGEST_PIXEL:
+        LOG.warning(
+            f"pixels reach {largest:.0f} in size with data.normalise={data.normalise}, and networks expect a "
+            "few units: give images of bytes (0..255) as uint8, or set data.normalise=standard"
+        )
 
 
 def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:

@@ -87,8 +87,10 @@ class Cell:
     @property
     def changes(self) -> list[str]:
         """The keys in which the run in its folder differs, so that it cannot be resumed; [] without a run."""
-        changed = [] if (run := self._run) is None else self._differences(run)
-        return [line for line in changed if not line.startswith(("train.rounds:", "data.path:"))]
+        if (run := self._run) is None:
+            return []
+        may_differ = ["data.path:", *["train.rounds:"] * (run.rounds < self.config.train.rounds)]
+        return [line for line in self._differences(run) if not line.startswith(tuple(may_differ))]
 
     @property
     def _run(self) -> Run | None:

@@ -233,12 +233,11 @@ class ClientGroup:
 
     @property
     def pool(self) -> Tensors:
-        """The samples of all clients of this rank, of which `samples` returns views, by their names in
-        errors."""
-        return {"x of its samples": self._worker.shard.x, "y of its samples": self._worker.shard.y}
+        """What `samples` returns views of, for all clients of this rank, by its name in errors."""
+        return {"y of its samples": self._worker.shard.y}
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
-        """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
+        """Return one client's (a copy of x [n, ...], y [n]) of a split: "train", "val" or "test"."""
         return self._worker.shard.samples(split, self._local[position])
 
     def batches(

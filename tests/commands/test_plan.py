@@ -243,6 +243,16 @@ def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.
     assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
 
 
+@pytest.mark.parametrize(
+    ("keys", "ranks"), [([], 4), (["train.participation=0.4"], 2), (["--ranks", "6"], 6)]
+)
+def test_a_plan_has_no_worker_without_work_unless_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], keys: list[str], ranks: int
+) -> None:
+    words = ["method.name=fedavg", "data.clients=3", "data.per_client=40", *keys]
+    assert f"\n#SBATCH --ntasks={ranks}\n" in printed_plan(capsys, *words)
+
+
 def test_a_dry_run_that_diverges_is_reported_and_still_planned(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
     assert main(["plan", *keys, "run.on_divergence=skip"]) == FINISHED

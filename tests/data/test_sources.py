@@ -16,7 +16,9 @@ from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
+from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
+from hpcfl.setup.experiment import load_data, make_method
 from hpcfl.torchvision_parts import torchvision_part
 
 
@@ -257,7 +259,8 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         (TEXTS | {"vocabulary": np.array(0)}, "vocabulary must be one whole number"),
         (TEXTS | {"vocabulary": np.array(4)}, "x holds tokens 0..4; allowed: 0..3 "),
         ({"x": GOOD_X[:0], "y": GOOD_Y[:0]}, r"x is empty, its shape is \(0, 4, 5\)"),
-        ({"x": GOOD_X.astype(np.int64), "y": GOOD_Y}, "x has type int64; allowed: uint8"),
+        ({"x": GOOD_X.astype(np.int64), "y": GOOD_Y}, r"x has type int64; .* as of x\.astype\('uint8'\)"),
+        ({"x": GOOD_X.astype(np.int64) + 256, "y": GOOD_Y}, r"x has type int64; .* x\.astype\('float32'\)"),
         ({"x": np.full((3, 4, 5), 1e300), "y": GOOD_Y}, "not finite in float32"),
         ({"x": GOOD_X, "y": GOOD_Y[:2]}, r"y has shape \(2,\), x has 3 samples"),
         ({"x": GOOD_X, "y": GOOD_Y / 4}, "y has type float64; labels must be whole numbers"),
@@ -273,6 +276,22 @@ def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_p
     path = write_npz(tmp_path, **arrays)
     with pytest.raises(UserError, match=f"^data.path={path}: .*{message}"):
         read_npz(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "is_reported"),
+    [("float32", (), True), ("float32", ("data.normalise=standard",), False), ("uint8", (), False)],
+)
+def test_pixels_far_from_the_scale_of_networks_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, keys: tuple[str, ...], is_reported: bool
+) -> None:
+    x = np.arange(40 * 64).reshape(40, 8, 8) % 256
+    path = write_npz(tmp_path, x=x.astype(kind), y=np.arange(40) % 4)
+    of_images = ["data.source=npz", f"data.path={path}", "model.name=digits_cnn", "data.clients=2"]
+    config = load_config(None, [*of_images, *keys])
+    make_method(config, *load_data(config))
+    text = "pixels reach 255 in size with data.normalise=auto, and networks expect a few units: give images "
+    assert (text in caplog.text) == is_reported
 
 
 def test_npz_files_may_contain_tokens_features_or_series(tmp_path: Path) -> None:

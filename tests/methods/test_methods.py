@@ -472,6 +472,8 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
         ),
         (FedAvg, "traits", FedAvg.traits.replace(train_defaults={"x": 1}), r"traits\.train_defaults has 'x'"),
         (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
+        (FedAvg, "diagnostics", ALPHA, r"Mistaken\.diagnostics is no tuple; write \(Diagnostic"),
+        (FedAvg, "traits", {"eval_after": "training"}, r"Mistaken\.traits is no Traits; write traits = "),
     ],
 )
 def test_a_class_with_contradictory_hooks_is_refused(
@@ -484,6 +486,28 @@ def test_a_class_with_contradictory_hooks_is_refused(
 def test_the_first_axis_of_a_diagnostic_is_clients() -> None:
     with pytest.raises(ValueError, match="must be 'client'"):
         Diagnostic("alpha", ("layer", "client"), "", "")
+    with pytest.raises(ValueError, match="'alpha' has the axis 'rank'; allowed: client, layer, branch, "):
+        Diagnostic("alpha", ("client", "rank"), "", "")
+
+
+def test_a_diagnostic_with_other_axes_than_its_values_is_refused_at_once() -> None:
+    def gates(_: FedAvg, clients: Sequence[int]) -> State:
+        return {"alpha": torch.zeros(len(clients), 3)}
+
+    with pytest.raises(TypeError, match=r"'alpha' the axes \('client',\), and its values have .* \[1, 3\]"):
+        Run(
+            "method.name=fedavg",
+            kind=type("Gated", (FedAvg,), {"diagnostics": (ALPHA,), "client_state": gates}),
+        )
+
+
+def test_an_exit_in_a_hook_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setitem(METHODS, "leaving", type("Leaving", (FedAvg,), {"name": "leaving", "train": leave}))
+    with pytest.raises(RuntimeError, match=r"own code ends the process by sys\.exit\(0\); raise an error"):
+        run_here(tmp_path / "run", [*SMALL, "method.name=leaving", "model.name=mlp"])
 
 
 @pytest.mark.parametrize(

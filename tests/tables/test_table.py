@@ -594,6 +594,11 @@ def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
     assert files(copied) == after
 
 
+def test_cells_with_more_rounds_are_named(words: list[str], copied: Path, finish: Finish) -> None:
+    shown = finish(copied, *words, "train.rounds=1", "--no-run")
+    assert shown.count("where a run has other settings (train.rounds: 3 there, 1 here)") == 4
+
+
 def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, finish: Finish) -> None:
     before = files(copied)
     assert finish(copied, *words, "run.metrics=true").startswith("0 of 4 cells are finished")
