@@ -20,6 +20,7 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -97,5 +98,13 @@ def _configure(arguments: Sequence[str]) -> tuple[Namespace, Config]:
     return options, load_config(*split_settings(options.settings))
 
 
+def program() -> int:
+    """Do what was typed after `python -m`, as the command `hpcfl` does."""
+    # an own file there could import a file beside it, whose text is not compared
+    if sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

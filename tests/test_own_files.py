@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from bits import differing, refused
 from conftest import forgetting_own_code
-from processes import Mpirun
+from processes import Mpirun, run_tree
 
 from hpcfl.config.own_code import allow_files, digest
-from hpcfl.errors import FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
@@ -343,6 +344,16 @@ def test_mistakes_inside_a_file_are_reported(
     assert old in FILES[key]
     files[key].write_text(FILES[key].replace(old, new))
     assert expected in refused(capsys, f"{key}={files[key]}", *TINY)
+
+
+@pytest.mark.parametrize("module", ["hpcfl", "hpcfl.main"])
+def test_a_file_cannot_import_one_beside_it(tmp_path: Path, module: str) -> None:
+    (tmp_path / "beside.py").write_text("lr = 1")
+    (tmp_path / "own.py").write_text(f"from beside import lr\n{TRIMMED}")
+    command = [sys.executable, "-m", module, "list", "--method", "own.py"]
+    done = run_tree(command, cwd=tmp_path, check=False)
+    assert done.returncode == BAD_INPUT
+    assert "method.path=own.py, line 1: ModuleNotFoundError: No module named 'beside'" in done.stderr
 
 
 @pytest.mark.parametrize(
