@@ -94,10 +94,16 @@ class Shard:
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one client's part, a copy of x [n, ...] and a view of y [n]."""
-        start = int(self.offset[split][local_client])
-        stop = start + int(self.count[split][local_client])
         # the last bits of products depend on where x begins in memory, and that on the clients before
-        return self.x[start:stop].clone(), self.y[start:stop]
+        return self.x[self._part(split, local_client)].clone(), self.labels(split, local_client)
+
+    def labels(self, split: str, local_client: int) -> torch.Tensor:
+        """Return y [n] of `samples`, without the copy of x."""
+        return self.y[self._part(split, local_client)]
+
+    def _part(self, split: str, local_client: int) -> slice:
+        start = int(self.offset[split][local_client])
+        return slice(start, start + int(self.count[split][local_client]))
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the samples at some positions [B], x [B, ...], images channels last in memory."""

@@ -118,7 +118,7 @@ class KnnPer(FedAvg):
         """Return lambda_i [] of a client whose training samples have features and logits [n, F + K]."""
         if self.params.weight is not None:
             return outputs.new_full((), self.params.weight)
-        classes, (_, labels) = self.context.num_classes, clients.samples("train", position)
+        classes, labels = self.context.num_classes, clients.labels("train", position)
         store = outputs[:, :-classes]
         x, y = clients.samples("val", position)
         alone = not len(y)

@@ -178,7 +178,7 @@ class PFedFDA(FedAvg):
         """Return the bodies of models [C, P] under the heads of mu [C, K, F] and Sigma [C, F, F]."""
         heads = []
         for position in range(len(clients)):
-            _, y = clients.samples("train", position)
+            y = clients.labels("train", position)
             gaussians = Gaussians(means[position].double(), covariances[position].double())
             heads.append(torch.cat([part.flatten() for part in self.head(gaussians, self.priors(y))]))
         return torch.cat([theta[:, self.layout.body], torch.stack(heads).to(theta)], dim=1)

@@ -228,7 +228,7 @@ class ClientGroup:
     def class_counts(self, num_classes: int) -> Tensor:
         """Return each client's training samples by class, [C, num_classes] in the models' type."""
         everyone = range(len(self))
-        counts = [self.samples("train", n)[1].bincount(minlength=num_classes) for n in everyone]
+        counts = [self.labels("train", n).bincount(minlength=num_classes) for n in everyone]
         return torch.stack(counts).to(self._buffers.dtype)
 
     @property
@@ -239,6 +239,10 @@ class ClientGroup:
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (a copy of x [n, ...], y [n]) of a split: "train", "val" or "test"."""
         return self._worker.shard.samples(split, self._local[position])
+
+    def labels(self, split: str, position: int) -> Tensor:
+        """Return y [n] of `samples`, without the copy of x."""
+        return self._worker.shard.labels(split, self._local[position])
 
     def batches(
         self,
