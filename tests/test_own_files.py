@@ -178,7 +178,7 @@ def test_an_edited_own_file_does_not_match_its_configuration(
     files[key].write_text(FILES[key] + "\n")
     message = refused(capsys, str(tmp_path / "config.yaml"), *TINY)
     assert f"{key}={files[key]} is not the file of this configuration" in message
-    assert f"drop {key.rpartition('.')[0]}.code to run the file as it is now" in message
+    assert f"delete the key {key.rpartition('.')[0]}.code to run the file as it is now" in message
 
 
 def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
@@ -190,6 +190,22 @@ def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
     message = refused(capsys, *command)
     assert f"a run with another text of method.path={files['method.path']}; bring that text back" in message
     assert main([*command, "--fresh"]) == FINISHED
+
+
+def test_a_report_of_a_folder_leaves_out_a_run_whose_own_file_has_changed(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = files["method.path"]
+    for name, method in (("own", f"method.path={file}"), ("fedavg", "method.name=fedavg")):
+        assert main([method, *TINY, "--out", str(tmp_path / "runs" / name)]) == FINISHED
+    file.write_text(file.read_text() + "# a comment\n")
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "runs"), "--own-code", str(file)]) == FINISHED
+    shown = capsys.readouterr()
+    assert shown.out.startswith("the report of 1 run is in ")
+    assert f"left out: {tmp_path / 'runs' / 'own' / 'config.yaml'}: method.path={file} is not" in shown.err
+    message = refused(capsys, "report", str(tmp_path / "runs" / "own"))
+    assert "is not the file of this configuration" in message
 
 
 def test_versions_of_a_method_are_compared_also_when_hpcfl_has_its_name(

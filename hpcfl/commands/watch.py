@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -74,7 +75,7 @@ def _shown(runs: Sequence[tuple[str, Run]], screen: Console) -> Text:
     from rich.text import Text
 
     if len(runs) > 1:
-        return Text(_lines(runs, screen.encoding, screen.width))
+        return Text(_lines(runs, screen.encoding, screen.width if screen.is_terminal else sys.maxsize))
     figures = _figures(runs[0][1], screen.encoding)
     return Text("\n".join(f"{name:<12}{value}" for name, value in figures))
 

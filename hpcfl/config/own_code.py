@@ -220,7 +220,7 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         group = key.rpartition(".")[0]
         raise UserError(
             f"{place} is not the file of this configuration: its code is {code}, not {expected}; bring that "
-            f"version back, or drop {group}.code to run the file as it is now"
+            f"version back, or delete the key {group}.code to run the file as it is now"
         )
     if hashlib.sha256(source).digest() not in _allowed:
         raise UserError(

@@ -122,11 +122,12 @@ def num_classes_of(y: np.ndarray, where: str) -> int:
 
 
 def existing(path: str, where: str, kind: Literal["file", "folder"], advice: str) -> Path:
-    """Return the path of a file or folder; UserError, which begins with `where`, if there is none."""
+    """Return the path of a file or folder; UserError, which begins with `where`, if it is none."""
     found = Path(path).expanduser()
     # unlike Path's methods, these return False for an invalid name
     if not (os.path.isfile if kind == "file" else os.path.isdir)(found):
-        raise UserError(f"{where}: no such {kind}; {advice}")
+        problem = f"is not a {kind}" if os.path.exists(found) else f"no such {kind}"
+        raise UserError(f"{where}: {problem}; {advice}")
     return found
 
 

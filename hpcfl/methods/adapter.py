@@ -102,6 +102,13 @@ class MethodAdapter:
                         f"{self._hook('diagnostics')} gives {one.name!r} the axes {one.axes}, and its values "
                         f"have the shape {[*kept[one.name].shape]}"
                     )
+                known = len(self.method.layers)
+                sizes = dict(zip(one.axes, kept[one.name].shape, strict=True))
+                if sizes.get("layer", known) != known:
+                    raise TypeError(
+                        f"{self._hook('diagnostics')} gives {one.name!r} an axis 'layer', and values with "
+                        f"{sizes['layer']} entries there; the method has {known} layers"
+                    )
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""

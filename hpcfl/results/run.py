@@ -5,6 +5,7 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
+
+LOG = logging.getLogger(__name__)
 
 LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
@@ -86,11 +89,20 @@ def run_folders(folder: Path) -> list[Path]:
 def finished_runs(folder: Path) -> list[Run]:
     """Return the run in a folder, which may still be running, or all finished runs in a folder of runs.
 
+    Of a folder of runs, those that cannot be read are left out with a warning.
     Raises UserError as `load_run`, or if no run in it is finished.
     """
     folders = run_folders(folder)
-    runs = [load_run(path) for path in folders]
-    finished = runs if folders == [folder] else [run for run in runs if run.is_finished]
+    if folders == [folder]:
+        return [load_run(folder)]
+    finished = []
+    for path in folders:
+        try:
+            run = load_run(path)
+        except UserError as error:
+            LOG.warning(f"left out: {error}")
+        else:
+            finished += [run] * run.is_finished
     if not finished:
         raise UserError(
             f"{folder} has no finished run; name the folder of one that is running, such as {folders[0]}"

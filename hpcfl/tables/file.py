@@ -271,6 +271,8 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
         below = path.parent / file.extends
         if below.resolve() in {one.resolve() for one in (path, *above)}:
             raise UserError(f"{path}: extends={file.extends} leads back to this file; name another")
+        if not below.is_file():
+            raise UserError(f"{path}: extends={file.extends}, but there is no file {below}; name another")
         layers = read_table(below, [*above, path])
     else:
         for name in ("title", "seeds", "rows"):

@@ -182,10 +182,15 @@ def test_no_accuracy_is_shown_before_the_first_evaluation(
     assert line.split() == ["run", "stopped", "0/3", "-", "-"]
 
 
-def test_watch_shortens_only_names_in_a_line(finished: Path, watched: Watched, tmp_path: Path) -> None:
+def test_watch_shortens_only_names_in_a_line_and_only_on_a_terminal(
+    finished: Path, watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("long" * 20)
     shutil.copytree(finished, folder)
-    header, line, _ = watched(folder, finished).splitlines()
+    assert watched(folder, finished).splitlines()[1].startswith(f"{folder.name}  finished")
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    header, line, _ = watched(folder, finished, "--once").splitlines()
     assert max(len(header), len(line)) <= 80
     assert header.split() == ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
     name, *cells = line.split()

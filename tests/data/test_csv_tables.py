@@ -170,7 +170,7 @@ def test_keys_that_would_have_no_effect_are_refused(keys: str, expected: str, tm
 
 
 def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    assert refusal(str(tmp_path), "target=y") == "no such file; name a CSV file, such as FILE.csv"
+    assert refusal(str(tmp_path), "target=y") == "is not a file; name a CSV file, such as FILE.csv"
 
 
 def test_without_pandas_the_error_names_what_to_install(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -494,11 +495,16 @@ def test_a_diagnostic_with_other_axes_than_its_values_is_refused_at_once() -> No
     def gates(_: FedAvg, clients: Sequence[int]) -> State:
         return {"alpha": torch.zeros(len(clients), 3)}
 
+    def start(*axes: str) -> None:
+        diagnostic = replace(ALPHA, axes=axes)
+        gated = type("Gated", (FedAvg,), {"diagnostics": (diagnostic,), "client_state": gates})
+        Run("method.name=fedavg", kind=gated)
+
     with pytest.raises(TypeError, match=r"'alpha' the axes \('client',\), and its values have .* \[1, 3\]"):
-        Run(
-            "method.name=fedavg",
-            kind=type("Gated", (FedAvg,), {"diagnostics": (ALPHA,), "client_state": gates}),
-        )
+        start("client")
+    with pytest.raises(TypeError, match=r"'alpha' an axis 'layer', .* 3 entries there; .* 4 layers"):
+        start("client", "layer")
+    start("client", "component")
 
 
 def test_an_exit_in_a_hook_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

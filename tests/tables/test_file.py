@@ -333,6 +333,7 @@ def test_a_sweep_cannot_replace_a_group_of_keys(tmp_path: Path) -> None:
         ('"kept, k = 2"', "lots", ": unknown column lots; allowed: few | many | kept, k = 0"),
         ("[local, ", "[locale, ", ": unknown row locale; allowed: ours |"),
         ("paper.yaml", "small.yaml", ": extends=small.yaml leads back to this file"),
+        ("paper.yaml", "papr.yaml", ": extends=papr.yaml, but there is no file "),
     ],
 )
 def test_a_mistake_in_a_file_that_extends_another_is_reported(
