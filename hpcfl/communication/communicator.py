@@ -364,6 +364,8 @@ class Communicator:
             # MPICH waits for mpirun's answer, for ever where the link to it is cut
             signal.alarm(_ABORT_S)
             self._comm.Abort(code)
+            # MPICH's call may return before mpirun has ended this process
+            os._exit(code)
         raise SystemExit(code)
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
