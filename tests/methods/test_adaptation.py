@@ -271,7 +271,7 @@ def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
 
 def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
     # the last BatchNorm sees one number a channel and sample of images as small as these
-    keys = ("model.name=resnet18", "data.clients=2", "data.per_client=8", "train.rounds=1")
+    keys = ("model.name=mobilenetv2", "data.clients=2", "data.per_client=8", "train.rounds=1")
     run = Run(FEDALA, *keys, "method.most_passes=1", "method.weights_lr=100", "method.share=0.001")
     # of weights that are learnt, some are below 1
     assert (run.evaluated()["theta"] != run.server["theta"]).any(dim=1).all()
