@@ -25,7 +25,7 @@ from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
 from hpcfl.setup.device_memory import report_out_of_memory
-from hpcfl.setup.experiment import domains_of, load_data, make_method
+from hpcfl.setup.experiment import load_data, make_method, texts_of_clients
 from hpcfl.setup.validate import (
     check_chain,
     check_single_samples,
@@ -83,7 +83,7 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
-    table = _table(arrays, parts, method.context.num_clients)
+    table = _table(config, arrays, parts, method.context.num_clients)
     print("\n".join([title, *table, *_describe(method, config.run.eval_every)]), flush=True)
     if reason := too_large(method):
         print(reason)
@@ -129,14 +129,14 @@ def _usual_ranks(world: Communicator) -> int:
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
 
 
-def _table(arrays: Arrays, parts: Sequence[ClientIndices], num_clients: int) -> list[str]:
+def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], num_clients: int) -> list[str]:
     """Return lines with each client's samples by class; the first `num_clients` take part in training."""
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
-    domains = domains_of(arrays, parts)
+    texts = texts_of_clients(config, arrays, parts)
     header = [
         "client",
-        *["domain"] * bool(domains),
+        *texts,
         *map(str, range(arrays.num_classes)),
         "train",
         "val",
@@ -144,10 +144,10 @@ def _table(arrays: Arrays, parts: Sequence[ClientIndices], num_clients: int) -> 
     ]
     names = [f"{'unseen ' if client >= num_clients else ''}{client}" for client in range(len(parts))]
     rows = [
-        [name, *domains[client : client + 1], *(str(count or ".") for count in row)]
+        [name, *(of[client] for of in texts.values()), *(str(count or ".") for count in row)]
         for client, (name, row) in enumerate(zip(names, counts.tolist(), strict=True))
     ]
-    return aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
+    return aligned([header, *rows, ["all", *[""] * len(texts), *map(str, counts.sum(axis=0))]])
 
 
 def _describe(method: Method, eval_every: int) -> Iterator[str]:

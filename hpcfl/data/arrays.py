@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Arrays:
         is_test: bool [n], the source's own split of each client's samples; None where it has none.
         domains: names of the domains, if `owner` is the domain 0..D-1 of each sample: a partition divides
             each domain's samples among clients of its own, and `given` makes each domain a client.
+        names: the source's own names of the clients 0..M-1; empty where it has none.
     """
 
     x: np.ndarray
@@ -47,6 +48,7 @@ class Arrays:
     is_test: np.ndarray | None = None
     vocabulary: int | None = None
     domains: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def sample(self) -> SampleType:
@@ -93,8 +95,9 @@ def arrays_of(
         )
     y = as_labels(y, where, len(x))
     owner = None
+    names: tuple[str, ...] = ()
     if client is not None:
-        order, owner = _by_client(client, where, len(x))
+        order, owner, names = _by_client(client, where, len(x))
         x, y = x[order], y[order]
     if not are_tokens(x):
         if vocabulary is not None:
@@ -103,7 +106,7 @@ def arrays_of(
                 "numbers [n, length]; leave the vocabulary out for other samples"
             )
         x = as_pixels(x, where)
-    return pool_of(x, y, where, vocabulary=vocabulary, owner=owner)
+    return replace(pool_of(x, y, where, vocabulary=vocabulary, owner=owner), names=names)
 
 
 def pool_of(
@@ -129,13 +132,16 @@ def pool_of(
     return Arrays(x, y, classes, 255.0 if is_bytes else 1.0, mean, std, owner, is_test)
 
 
-def _by_client(client: np.ndarray, where: str, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples in the order of their clients, and the number of each one's client."""
+def _by_client(
+    client: np.ndarray, where: str, num_samples: int
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Return the samples in the order of their clients, the number of each one's client, and their names."""
     if client.shape != (num_samples,) or client.dtype.kind not in "iuUS":
         raise UserError(
             f"{where}: client has shape {client.shape} and type {client.dtype}; allowed: a whole number or a "
             f"text for each of {num_samples} samples"
         )
-    owner = np.unique(client, return_inverse=True)[1].astype(np.int64)
+    found, owner = np.unique(client, return_inverse=True)
     order = np.argsort(owner, kind="stable")
-    return order, owner[order]
+    names = found.astype(np.str_) if found.dtype.kind != "S" else np.char.decode(found, errors="replace")
+    return order, owner[order].astype(np.int64), tuple(names.tolist())

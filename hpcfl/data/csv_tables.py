@@ -6,6 +6,7 @@ import csv
 import importlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -52,8 +53,10 @@ def read_csv_table(data: DataConfig) -> Arrays:
     if not features:
         raise UserError(f"{where}: has no columns but {' and '.join(filter(None, roles))}; it needs features")
     x = np.stack([feature for name in features for feature in _features(frame[name], data, where)], axis=1)
-    client = None if data.client_column is None else frame[data.client_column].factorize(sort=True)[0]
-    return arrays_of(x, y, where, client=client)
+    if data.client_column is None:
+        return arrays_of(x, y, where)
+    client, names = frame[data.client_column].factorize(sort=True)
+    return replace(arrays_of(x, y, where, client=client), names=tuple(map(str, names)))
 
 
 def _read(path: str, where: str) -> pd.DataFrame:

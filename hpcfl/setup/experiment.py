@@ -30,7 +30,7 @@ from hpcfl.data.partitions import (
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import read_source, subset_fraction, subset_per_class
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.models import MODELS
@@ -74,9 +74,9 @@ class Experiment:
     """Training samples of each client, int64 [N + U]."""
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N + U]."""
-    samples_by_class: tuple[np.ndarray, np.ndarray, list[str]] | None
-    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each, and the domain of
-    each client [N + U], empty where the source has none; on the server."""
+    samples_by_class: tuple[np.ndarray, np.ndarray, dict[str, list[str]]] | None
+    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each, and
+    `texts_of_clients`; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
@@ -138,11 +138,14 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
-def domains_of(arrays: Arrays, parts: Sequence[ClientIndices]) -> list[str]:
-    """Return the domain of each client; [] where the source has no domains."""
-    if not arrays.domains or arrays.owner is None:
-        return []
-    return [arrays.domains[arrays.owner[part.train[0]]] for part in parts]
+def texts_of_clients(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> dict[str, list[str]]:
+    """Return each client's `domain`, or its `name` in the source; {} where the source has none."""
+    is_given = PARTITIONS[config.partition.name].counts is None
+    texts = arrays.domains or (arrays.names if is_given else ())
+    if not texts or arrays.owner is None:
+        return {}
+    of_clients = [printable(texts[arrays.owner[part.train[0]]]) for part in parts]
+    return {"domain" if arrays.domains else "name": of_clients}
 
 
 def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
@@ -285,7 +288,7 @@ def assemble(
         samples_by_class = (
             count_classes(arrays.y, train, arrays.num_classes),
             count_classes(arrays.y, evaluated, arrays.num_classes),
-            domains_of(arrays, parts),
+            texts_of_clients(config, arrays, parts),
         )
     return Experiment(
         run=config.run,

@@ -443,16 +443,21 @@ def is_over(done: int | None, rounds: int, accuracies: Sequence[float], patience
 
 
 def write_partition(
-    folder: Path, train: np.ndarray, evaluated: np.ndarray, domains: Sequence[str] = ()
+    folder: Path, train: np.ndarray, evaluated: np.ndarray, texts: Mapping[str, Sequence[str]]
 ) -> None:
     """Write partition.csv: each client's samples by class.
 
-    `train` and `evaluated` are int64 [N, K], `domains` the clients' domains [N]; without them, the file has
-    no column `domain`.
+    `train` and `evaluated` are int64 [N, K], `texts` more columns, of each a text for each client [N].
     """
-    header = [*COLUMNS["partition.csv"], *["domain"] * bool(domains)]
+    header = [*COLUMNS["partition.csv"], *texts]
     rows = [
-        (client, label, train[client, label], evaluated[client, label], *domains[client : client + 1])
+        (
+            client,
+            label,
+            train[client, label],
+            evaluated[client, label],
+            *(of[client] for of in texts.values()),
+        )
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
     replace_file(folder / "partition.csv", csv_text([header, *rows]))

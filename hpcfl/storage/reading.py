@@ -18,7 +18,7 @@ Columns = dict[str, np.ndarray]
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
-_OF_TEXT = ("direction", "layer", "domain")
+_OF_TEXT = ("direction", "layer", "domain", "name")
 """Columns whose cells are text."""
 _WHOLE = ("round", "client", "class", "predicted", "unseen", "diverged", "lost")
 COLUMNS = {

@@ -244,10 +244,12 @@ class RunFolder:
             with self._tracker_or_warning():
                 self._tracker.append(ledger)
 
-    def write_partition(self, train: np.ndarray, evaluated: np.ndarray, domains: Sequence[str] = ()) -> None:
+    def write_partition(
+        self, train: np.ndarray, evaluated: np.ndarray, texts: Mapping[str, Sequence[str]]
+    ) -> None:
         """Write partition.csv, as `ledger.write_partition` does."""
         with self._writing("partition.csv"):
-            write_partition(self.path, train, evaluated, domains)
+            write_partition(self.path, train, evaluated, texts)
 
     def write_clients(
         self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray, added: ClientMetrics | None

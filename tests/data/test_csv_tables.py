@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bits import run_here
+from bits import read_csv, run_here
 
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.sources import read_source
@@ -116,6 +116,8 @@ def test_a_run_normalises_by_the_training_rows(tmp_path: Path) -> None:
     np.testing.assert_allclose(record.std, train.std(axis=0), rtol=1e-5)
     assert len(parts) == 4
     assert run_here(tmp_path / "run", words) == FINISHED
+    named = {(row["client"], row["name"]) for row in read_csv(tmp_path / "run" / "partition.csv")}
+    assert named == {(str(client), f"p{client}") for client in range(4)}
     last = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[-1].split(",")
     assert float(last[2]) > 0.95
 

@@ -18,7 +18,7 @@ from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
-from hpcfl.setup.experiment import domains_of, load_data
+from hpcfl.setup.experiment import load_data, texts_of_clients
 
 SIZES = {"a": 30, "b": 40, "c": 50}
 """Samples of each domain of `npz_folder`."""
@@ -97,7 +97,7 @@ def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path:
         for samples in (part.train, part.test):
             assert len(samples)
             assert (arrays.owner[samples] == client % 3).all()
-    assert domains_of(arrays, parts) == [*"abcabcabca"]
+    assert texts_of_clients(config, arrays, parts) == {"domain": [*"abcabcabca"]}
     taken = np.concatenate([samples for part in parts for samples in (part.train, part.val, part.test)])
     assert len(np.unique(taken)) == len(taken)
 
@@ -114,10 +114,10 @@ def test_each_domain_has_its_own_random_stream(tmp_path: Path) -> None:
 
 
 def test_given_makes_each_domain_a_client(tmp_path: Path) -> None:
-    words = words_of(npz_folder(tmp_path), "data.partition.name=given")
-    arrays, parts = load_data(load_config(None, words))
+    config = load_config(None, words_of(npz_folder(tmp_path), "data.partition.name=given"))
+    arrays, parts = load_data(config)
     assert [len(part.train) + len(part.test) for part in parts] == [*SIZES.values()]
-    assert domains_of(arrays, parts) == [*SIZES]
+    assert texts_of_clients(config, arrays, parts) == {"domain": [*SIZES]}
 
 
 def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command: list[str]) -> None:
@@ -128,8 +128,8 @@ def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command:
     ]
     assert run_here(tmp_path / "run", words) == FINISHED
     rows = read_csv(tmp_path / "run" / "partition.csv")
-    arrays, parts = load_data(load_config(None, words))
-    of_clients = domains_of(arrays, parts)
+    config = load_config(None, words)
+    of_clients = texts_of_clients(config, *load_data(config))["domain"]
     assert sorted(of_clients) == [*"aaabbcc"]
     assert {(int(row["client"]), row["domain"]) for row in rows} == set(enumerate(of_clients))
     assert hpcfl.load_run(tmp_path / "run").domains == of_clients

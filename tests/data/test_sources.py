@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, sub
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
-from hpcfl.setup.experiment import load_data, make_method
+from hpcfl.setup.experiment import load_data, make_method, texts_of_clients
 from hpcfl.torchvision_parts import torchvision_part
 
 
@@ -314,6 +315,24 @@ def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
     arrays = read_npz(write_npz(tmp_path, **TEXTS, client=client))
     assert (arrays.owner.tolist(), arrays.y.tolist()) == ([0, 1, 1], [1, 0, 2])
     assert arrays.x.tolist() == [[1, 1], [0, 4], [3, 0]]
+
+
+@pytest.mark.parametrize("of", [lambda n: f"ward {n}", lambda n: f"ward {n}".encode(), lambda n: 7 * n])
+def test_clients_keep_the_names_that_an_npz_gives_them(of: Callable[[int], Any], tmp_path: Path) -> None:
+    number = np.repeat(np.arange(8), 6)
+    # the first feature tells whose a sample is
+    x = np.stack([number, np.arange(48)], axis=1).astype(np.float32)
+    path = write_npz(tmp_path, x=x, y=np.arange(48) % 2, client=np.array([of(n) for n in number.tolist()]))
+    words = ["data.source=npz", f"data.path={path}", "data.partition.name=given", "data.clients=5"]
+    config = load_config(None, [*words, "data.unseen_clients=0.4", "data.seed=1", "model.name=mlp"])
+    arrays, parts = load_data(config)
+    whose = [int(arrays.x[part.train[0], 0]) for part in parts]
+    # five of eight are drawn, and the unseen ones come last
+    assert sorted(whose) != whose
+    texts = [name.decode() if isinstance(name := of(n), bytes) else str(name) for n in whose]
+    assert texts_of_clients(config, arrays, parts) == {"name": texts}
+    others = load_config(None, [*words[:2], "data.partition.name=iid", "data.clients=5", "model.name=mlp"])
+    assert texts_of_clients(others, *load_data(others)) == {}
 
 
 def test_bundled_tables_and_texts_are_read() -> None:

@@ -101,7 +101,7 @@ def make_run(
     ledger.write_clients(folder, np.full(clients, 40), np.full(clients, 10), added)
     counts = np.zeros((clients, 10), np.int64)
     counts[np.arange(clients), np.arange(clients) % 10] = 40
-    write_partition(folder, counts, counts // 4)
+    write_partition(folder, counts, counts // 4, {})
     return folder
 
 
