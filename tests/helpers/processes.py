@@ -5,6 +5,7 @@ See README.md for which function is for what.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -225,6 +226,8 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
     # an exit then leaves out what was loaded before: torch's end takes a fifth of a second
     c_library = ctypes.CDLL(None)
     c_library.on_exit(c_library._exit, None)
+    # those of this process's own modules, such as wandb's, which waits for its service
+    atexit._clear()
     # what pytest has changed: MPICH may crash at the exit of a rank whose launcher is gone, which nobody sees
     faulthandler.disable()
     warnings.resetwarnings()
@@ -248,6 +251,7 @@ def _be_python(words: Sequence[str], folder: str | Path) -> None:
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
+    atexit._run_exitfuncs()
     if "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].Finalize()
     sys.stdout.flush()
