@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with started_world() as world:
             prints_errors = world.is_server
-            name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
+            is_named = run_collectively(world, lambda: _names_a_command(arguments))
+            name, *words = arguments if is_named else ["run", *arguments]
             if name == "run":
                 return _run(words, world)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
@@ -76,6 +77,9 @@ def _command(name: str, words: Sequence[str], world: Communicator) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         drop_buffered(sys.stdout)
+        if world.size > 1:
+            # the others do not know
+            world.abort(BROKEN_PIPE)
         return BROKEN_PIPE
     return STOPPED if stopped else FINISHED
 

@@ -12,7 +12,7 @@ from conftest import forgetting_own_code
 from processes import Mpirun, run_tree
 
 from hpcfl.config.own_code import allow_files, digest
-from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
@@ -190,6 +190,19 @@ def test_a_run_is_not_resumed_with_another_text_of_its_own_file(
     message = refused(capsys, *command)
     assert f"a run with another text of method.path={files['method.path']}; bring that text back" in message
     assert main([*command, "--fresh"]) == FINISHED
+
+
+@pytest.mark.parametrize("leaves_by", ["raise KeyboardInterrupt", "sys.exit(0)"])
+def test_a_file_that_did_not_run_to_its_end_is_run_again(leaves_by: str, tmp_path: Path) -> None:
+    file, done = tmp_path / "trimmed.py", tmp_path / "done"
+    early = f"import sys, pathlib\nif not pathlib.Path({str(done)!r}).exists():\n    {leaves_by}\n"
+    file.write_text(TRIMMED + early + "TrimmedMean.summary = 'set at the end'\n")
+    with pytest.raises(
+        KeyboardInterrupt if "Interrupt" in leaves_by else UserError, match=r"^$|SystemExit: 0"
+    ):
+        load_config(None, [f"method.path={file}"])
+    done.touch()
+    assert METHODS[load_config(None, [f"method.path={file}"]).method.name].summary == "set at the end"
 
 
 def test_a_report_of_a_folder_leaves_out_a_run_whose_own_file_has_changed(

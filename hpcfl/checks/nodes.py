@@ -46,7 +46,7 @@ def check_same_settings(world: Communicator, config: Config) -> None:
     digests = {*map(digest_key, OWN_KEYS)}
     found = world.all_gather(own)
     for rank, other in enumerate(found):
-        for key in own | other:
+        for key in found[0] | other:
             if other.get(key) == found[0].get(key):
                 continue
             if key in digests:

@@ -23,7 +23,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
 
     For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs
     """
-    options = parser().parse_intermixed_args(list(arguments))
+    options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     found = Findings()
     check_ranks(world, config.run, found)

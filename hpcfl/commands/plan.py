@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
-from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.interconnect import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Interconnect, measured
 from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
@@ -50,7 +50,7 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     measures the network between rank 0 and the others; it prints its assumptions. For example, on the
     nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
-    options = parser().parse_intermixed_args(list(arguments))
+    options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     is_measured = world.size > 1 and not options.no_timing
     interconnect = measured(world) if is_measured else Interconnect(len(os.sched_getaffinity(0)))
     if not world.is_server:

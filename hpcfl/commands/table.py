@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from hpcfl.tables.cells import DIVERGED_NOTE, Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
 from hpcfl.tables.write_results import write, write_from_histories, write_results
-from hpcfl.terminal import LOG
+from hpcfl.terminal import LOG, print_line
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
@@ -52,7 +53,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     A row's settings override its column's; `tuned`: on validation samples; `at`: after_download or
     after_training; `weighted: true` of a pair: by samples; `figure`: heat_maps, curves, bars or points.
     """
-    options = parser().parse_intermixed_args(list(arguments))
+    options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     if options.seeds and (more := [word for word in options.settings if word.isdecimal()]):
         raise UserError(
             f"seeds are joined by commas; write --seeds {','.join(map(str, options.seeds + more))}"
@@ -204,8 +205,11 @@ def _run_cells(
 
 def _user(cell: Cell, world: Communicator) -> str:
     """Return which other process runs a cell; "" if none does. Collective."""
-    found = holder(cell.folder) if world.is_server else None
-    user = (found.owner or "another process") if found and found.is_seen else ""
+    user = ""
+    # the run itself reports a folder that cannot be read
+    with suppress(OSError):
+        found = holder(cell.folder) if world.is_server else None
+        user = (found.owner or "another process") if found and found.is_seen else ""
     return world.broadcast_bytes(user.encode()).decode()
 
 
@@ -248,7 +252,7 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
 
 def _printer(quiet: bool) -> Callable[[str], None]:
     """Return what prints a line at once, or nothing."""
-    return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
+    return (lambda _: None) if quiet else (lambda text: print_line(text, sys.stdout))
 
 
 def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -358,8 +358,9 @@ class Communicator:
 
     def abort(self, code: int = 1) -> NoReturn:
         """End all ranks at once with this exit code; a serial world leaves by SystemExit."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         if self._comm is not None:
             # MPICH waits for mpirun's answer, for ever where the link to it is cut
             signal.alarm(_ABORT_S)
@@ -521,11 +522,14 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
 
 def abort_with_message(world: Communicator, text: str, code: int) -> NoReturn:
     """Print why this rank fails, and end all ranks; if several fail at once, the lowest rank prints first."""
-    time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
-    sys.stderr.write(text)
-    # mpirun may drop output that it has not yet forwarded when a rank aborts
-    time.sleep(_PASSING_ON_S)
-    world.abort(code)
+    # whatever happens meanwhile, such as Ctrl-C or a full disk: the others wait for this rank
+    try:
+        time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
+        sys.stderr.write(text)
+        # mpirun may drop output that it has not yet forwarded when a rank aborts
+        time.sleep(_PASSING_ON_S)
+    finally:
+        world.abort(code)
 
 
 def run_collectively(world: Communicator, step: Callable[[], T]) -> T:

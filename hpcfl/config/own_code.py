@@ -236,8 +236,11 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         sys.modules[name] = module
         try:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
-        except Exception as error:
+        except BaseException as error:
+            # not half of it: the next call runs it again
             del sys.modules[name]
+            if not isinstance(error, Exception | SystemExit):
+                raise
             reason = traceback.format_exception_only(error)[-1].strip()
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
             number = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 from collections.abc import Sequence
@@ -230,7 +231,14 @@ def configure_process(run: RunConfig, world: Communicator) -> torch.device:
     torch.set_num_threads(run.threads)
     set_cuda_arithmetic(run.tf32)
     world.limit_messages(run.max_elements)
-    return world.device(run.device)
+    device = world.device(run.device)
+    if device.type == "cuda":
+        # what an earlier run of this process has kept would count as used
+        gc.collect()
+        torch.cuda.empty_cache()
+    # ranks may share a GPU
+    world.barrier()
+    return device
 
 
 def assemble(

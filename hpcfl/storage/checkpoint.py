@@ -39,7 +39,7 @@ class CheckpointStore:
 
         Args:
             snapshot: what is written.
-            end_if_lost: is called right before the old ones are replaced; raises StorageError if the
+            end_if_lost: is called before anything is read, replaced or deleted; raises StorageError if the
                 folder is another run's by now.
 
         Raises:
@@ -49,18 +49,17 @@ class CheckpointStore:
         self._unfinished.unlink(missing_ok=True)
         try:
             write_snapshot(self._unfinished, snapshot)
+            end_if_lost()
             if damage := find_damage(self._unfinished):
                 raise OSError(f"{self._unfinished} {damage}")
             end_if_lost()
             if self._newest_is_good and self._newest.exists():
                 os.replace(self._newest, self._previous)
             os.replace(self._unfinished, self._newest)
-        except StorageError:
-            # the other run may be writing the unfinished one
-            raise
         except BaseException:
-            # on a full disk the first error is the one to report
-            with suppress(OSError):
+            # the first error is the one to report; the unfinished file may be another run's by now
+            with suppress(OSError, StorageError):
+                end_if_lost()
                 self._unfinished.unlink()
             raise
         self._newest_is_good = True

@@ -368,30 +368,40 @@ class Ledger:
             losses, is_sampled = tables["choice"].values.T
             self.client_losses, self.is_sampled = losses.copy(), is_sampled.astype(np.bool_)
 
-    def start_files(self, folder: Path) -> None:
-        """Rewrite the CSV files with all rows so far; delete those that are written at the end."""
-        for name in ("clients.csv", "confusion.csv"):
+    def start_files(self, folder: Path, is_over: bool = False) -> None:
+        """Rewrite the CSV files with all rows so far; delete those that are written at the end.
+
+        These stay if the run is over: others may be reading them.
+        """
+        for name in () if is_over else ("clients.csv", "confusion.csv"):
             (folder / name).unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
-        _write(folder / "metrics.csv", "w", [self.columns])
-        _write(folder / "bytes.csv", "w", [COLUMNS["bytes.csv"]])
-        self.append_files(folder)
+        headers = {"metrics.csv": self.columns, "bytes.csv": COLUMNS["bytes.csv"]}
+        for name, rows in self._take_new_rows().items():
+            replace_file(folder / name, csv_text([headers[name], *rows]))
 
     def append_files(self, folder: Path) -> None:
         """Append new rows to the CSV files."""
+        for name, rows in self._take_new_rows().items():
+            with (folder / name).open("a", newline="") as file:
+                file.write(csv_text(rows))
+
+    def _take_new_rows(self) -> dict[str, list[Sequence[object]]]:
+        """Return the rows of each file that are not written yet, and count them as written."""
         new = self.metrics[self._written["metrics.csv"] :]
-        rows = [[_cell(name, v) for name, v in zip(self.columns, row, strict=True)] for row in new]
-        _write(folder / "metrics.csv", "a", rows)
+        rows: list[Sequence[object]] = [
+            [_cell(name, v) for name, v in zip(self.columns, row, strict=True)] for row in new
+        ]
         first = self._written["bytes.csv"]
-        lines = [
+        lines: list[Sequence[object]] = [
             (self._rounds[number], direction, label, count)
             for number in range(first, len(self._rounds))
             for direction, row in zip(DIRECTIONS, self._bytes[number].tolist(), strict=True)
             for label, count in zip(self._labels, row, strict=True)
             if count or label in self._layers
         ]
-        _write(folder / "bytes.csv", "a", lines)
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
+        return {"metrics.csv": rows, "bytes.csv": lines}
 
     def write_clients(
         self,
@@ -471,8 +481,3 @@ def mean_of_known(values: np.ndarray) -> float:
 
 def _cell(name: str, value: float) -> str:
     return str(int(value)) if name in WHOLE_NUMBERS else repr(float(value))
-
-
-def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
-    with path.open(mode, newline="") as file:
-        file.write(csv_text(rows))

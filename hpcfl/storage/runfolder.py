@@ -76,11 +76,14 @@ class RunFolder:
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is not a run folder or holds a checkpoint of another configuration."""
         try:
-            is_there = self.path.exists()
+            self._check(fresh)
         except OSError as error:
-            # such as a name that is too long
+            # such as a name that is too long, or a folder of someone else
             raise UserError(f"{self.path}: {error.strerror}; name another folder with --out DIR") from error
-        if not is_there:
+
+    def _check(self, fresh: bool) -> None:
+        """See `check`; raises OSError where the system refuses to look."""
+        if not self.path.exists():
             return
         if not self._is_ours():
             raise UserError(f"{self.path} exists but is not a run folder; name another with --out DIR")
@@ -168,8 +171,11 @@ class RunFolder:
             LOG.warning(f"{self.path} has no checkpoint; starting over at round 0")
 
     def _write_record(self, environment: Mapping[str, Any]) -> None:
-        record = self._recorded()
-        if record is not None and record["train"]["rounds"] == self.config.train.rounds and self._is_over:
+        record, train = self._recorded(), self.config.train
+        known: list[float] = []
+        if self.checkpoint is not None and train.patience is not None:
+            known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
+        if record is not None and record["train"]["rounds"] == train.rounds and self._is_over(known):
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
             if record["data"].get("path") == self.config.data.path:
                 return
@@ -184,12 +190,9 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(unfinished, whole)
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether no round follows the newest checkpoint."""
-        train, known = self.config.train, []
-        if self.checkpoint is not None and train.patience is not None:
-            known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
+    def _is_over(self, known: Sequence[float]) -> bool:
+        """Whether no round follows the newest checkpoint; `known` as in `is_over`."""
+        train = self.config.train
         return is_over(self.store.last_round, train.rounds, known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout, digest: int) -> None:
@@ -230,7 +233,8 @@ class RunFolder:
         tracker are given up with a warning instead: no result depends on them.
         """
         with self._writing("its CSV files"):
-            ledger.start_files(self.path)
+            known = [] if self.config.train.patience is None else ledger.column(ACCURACY_VAL)
+            ledger.start_files(self.path, self._is_over(known))
         if name := self.config.run.tracker:
             with self._tracker_or_warning():
                 keys = {"folder": str(self.path), **flatten(self.config.tree())}

@@ -301,6 +301,13 @@ def full_disk() -> int:
 
 
 RUN = [*TINY, "--out", "run"]
+TINY_TABLE = """
+title: one cell
+seeds: [0]
+settings: {data: {clients: 4, per_client: 20}, train: {local_epochs: 1, rounds: 1}}
+columns: [{label: digits}]
+rows: [{method: {name: local}}]
+"""
 
 
 @pytest.mark.parametrize(
@@ -311,6 +318,7 @@ RUN = [*TINY, "--out", "run"]
         (["list"], pipe_without_a_reader, BROKEN_PIPE),
         (RUN, pipe_without_a_reader, FINISHED),
         (RUN, full_disk, FINISHED),
+        (["table", "table.yaml"], full_disk, FINISHED),
     ],
 )
 def test_a_closed_output_prints_no_error_and_ends_no_run(
@@ -320,6 +328,7 @@ def test_a_closed_output_prints_no_error_and_ends_no_run(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    Path("table.yaml").write_text(TINY_TABLE)
     # at its end, as at Python's, what is left in the buffer would fail
     with open(output(), "w") as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)

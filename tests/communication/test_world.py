@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from hpcfl.communication.communicator import (
     run_collectively,
 )
 from hpcfl.communication.interconnect import measured
-from hpcfl.errors import MAX_CHARACTERS, StorageError, UserError
+from hpcfl.errors import BAD_INPUT, MAX_CHARACTERS, StorageError, UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 
@@ -404,6 +405,48 @@ def test_an_mpi_that_does_not_match_its_launcher_is_refused_before_it_ends_the_r
         monkeypatch.setenv(name, value)
     with contextlib.nullcontext() if expected is None else pytest.raises(UserError, match=expected):
         check_foreign_launcher(library)
+
+
+def test_a_rank_that_cannot_print_its_error_ends_all_ranks(mpirun: Mpirun) -> None:
+    code = """
+import os
+from hpcfl.communication.communicator import abort_on_exception, open_world
+world = open_world()
+world.barrier()
+with abort_on_exception(world):
+    if world.rank:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 1), os.dup2(full, 2)
+        print("in the buffer", end="")
+        raise RuntimeError("no client")
+    world.barrier()
+"""
+    assert mpirun(2, "-c", code, timeout=30, check=False, anew=True).returncode == 1
+
+
+@pytest.mark.parametrize("words", [["table", "../t.yaml"], ["plan"], ["doctor"], ["x"]])
+def test_a_file_that_one_rank_lacks_is_reported_by_all(
+    words: list[str], mpirun: Mpirun, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    for name in ("own.py", "x"):
+        (tmp_path / "0" / name).write_text("")
+    (tmp_path / "t.yaml").write_text(
+        "title: t\nseeds: [0]\ncolumns: [{label: c}]\nrows: [{method: {name: local}}]\n"
+    )
+    code = f"""
+import os, sys
+from hpcfl.communication.communicator import open_world
+from hpcfl.main import main
+os.chdir({str(tmp_path)!r} + f"/{{open_world().rank}}")
+sys.exit(main({[*words, "--own-code", "own.py"]!r}))
+"""
+    done = mpirun(2, "-c", code, timeout=60, check=False)
+    assert done.returncode == BAD_INPUT, done.stderr
+    (line,) = done.stderr.splitlines()
+    expected = "unknown command 'x'" if words == ["x"] else "own-code=own.py: No such file or directory"
+    assert expected in line
 
 
 def test_an_exception_aborts_all_ranks(mpirun: Mpirun) -> None:

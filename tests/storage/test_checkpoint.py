@@ -22,7 +22,7 @@ from mutations import sign
 from processes import exit_code, forked
 
 import hpcfl
-from hpcfl.errors import UserError
+from hpcfl.errors import StorageError, UserError
 from hpcfl.parameters import Slot
 from hpcfl.samples import SampleType
 from hpcfl.storage import checkpoint
@@ -422,6 +422,28 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
     message = str(caught.value)
     assert f"{tmp_path / 'checkpoint.h5'} has checkpoint schema 7" in message
     assert all(words in message for words in (f"up to {SCHEMA}", "upgrade hpcfl", "--fresh"))
+
+
+def test_a_run_that_has_lost_its_folder_leaves_the_unfinished_checkpoint_of_the_other(
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = tmp_path / "checkpoint.tmp.h5"
+
+    def lost() -> None:
+        raise StorageError("taken over")
+
+    def write_of_other(path: Path, _: Snapshot) -> None:
+        path.write_bytes(b"half")
+
+    def write_of_other_and_fail(path: Path, _: Snapshot) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space")
+
+    for write in (write_of_other, write_of_other_and_fail):
+        monkeypatch.setattr("hpcfl.storage.checkpoint.write_snapshot", write)
+        with pytest.raises((StorageError, OSError)):
+            store.save(snapshot_of(1), lost)
+        assert unfinished.read_bytes() == b"half"
 
 
 def test_bytes_that_a_bad_disk_changes_are_not_accepted(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +16,19 @@ import yaml
 from bits import SECONDS, read_csv, refused
 
 from hpcfl import __version__
-from hpcfl.errors import FINISHED
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
 from hpcfl.storage.ledger import METRICS, SPENT
-from hpcfl.storage.runfolder import _check_links
+from hpcfl.storage.runfolder import RunFolder, _check_links
 
 N, ROUNDS = 4, 3
 TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]
 TABLES = {"metrics.csv", "clients.csv", "bytes.csv", "partition.csv"}
 FILES = {"config.yaml", *TABLES, "checkpoint.h5", "report.html", "log.txt", ".lock"}
+
+NOBODY = 65534
+"""The user without rights."""
 
 Rows = list[dict[str, str]]
 
@@ -128,6 +133,44 @@ def test_a_finished_run_reports_it_and_is_not_changed(
     assert f"  in {folder}" in out
     assert err == ""
     assert results(folder) == before
+
+
+@pytest.mark.parametrize("keys", [(), ("data.val_fraction=0.2", "train.patience=1", "train.lr=1e-9")])
+def test_a_finished_run_that_is_started_again_keeps_its_files_until_they_are_replaced(
+    run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
+    """Others may read them, and the process may end before it writes them."""
+    keys += ("run.metrics=true",)
+    words = [*TINY, *keys, "--quiet", "--out", str(shutil.copytree(run(*keys), tmp_path / "run"))]
+    before = results(tmp_path / "run")
+    assert "confusion.csv" in before
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_clients", stop)
+        with pytest.raises(RuntimeError, match="power cut"):
+            main(words)
+    assert results(tmp_path / "run") == before
+    assert main(words) == FINISHED
+    assert results(tmp_path / "run") == before
+
+
+def test_a_folder_that_may_not_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = load_config(None, TINY)
+    (tmp_path / "run").mkdir(mode=0)
+    # names of a path are looked up from here, where a user without rights has them
+    tmp_path.chmod(0o755)
+    user = os.geteuid()
+    with contextlib.chdir(tmp_path):
+        if user == 0:
+            os.seteuid(NOBODY)
+        try:
+            with pytest.raises(UserError, match=r"^run: Permission denied; name another folder with --out"):
+                RunFolder(Path("run"), config, uses_total_rounds=False).check(fresh=False)
+        finally:
+            os.seteuid(user)
 
 
 def test_a_lost_table_of_a_finished_run_is_rewritten(
