@@ -43,9 +43,22 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the nested keys of a YAML file, without the environment that a run has written into it."""
+    """Return the nested keys of a YAML file; of the record of a run, those that are not defaults.
+
+    A record has all keys. Its method's defaults would otherwise be taken for values that the user gave, and
+    kept for another method.
+    """
     tree = load.read_yaml(path)
-    tree.pop(ENVIRONMENT, None)
+    method = tree.get("method")
+    if tree.pop(ENVIRONMENT, None) is None or not isinstance(method, dict):
+        return tree
+    name = method.get("name")
+    if name in REGISTRIES.method.known and "path" not in method:
+        defaults = resolve({"method": {"name": name}}).tree()
+        for group in ("method", "train", "server"):
+            if isinstance(keys := tree.get(group), dict):
+                of_group = {**defaults[group], "name": None}
+                tree[group] = {key: value for key, value in keys.items() if of_group.get(key, ...) != value}
     return tree
 
 

@@ -83,8 +83,8 @@ def run(
 
         def open_folder() -> None:
             if folder is not None:
-                environment = environment_of(config.data.source, ranks, command)
                 data, layout = experiment.data, experiment.method.layout
+                environment = environment_of(config.data.source, data.digest, ranks, command)
                 folder.open(fresh, layout, at_exit, environment, data.digest)
 
         run_collectively(world, open_folder)

@@ -19,6 +19,9 @@ from hpcfl.errors import UserError, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
+MISSING = ["", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "-nan", "None", "null", "NULL"]
+"""Words for a missing number."""
+
 
 def read_csv_table(data: DataConfig) -> Arrays:
     """Read a CSV file with names of columns in its first line.
@@ -34,7 +37,7 @@ def read_csv_table(data: DataConfig) -> Arrays:
     if data.target is None:
         raise UserError("data.target is not set: data.source=csv needs data.target=COLUMN, that of the class")
     where = f"data.path={data.path}"
-    frame = _read(str(data.path), where)
+    frame = _read(data, where)
     _check_names(list(frame.columns), data, where)
     frame = _without_missing(frame, data, where)
     y, values = frame[data.target].factorize(sort=True)
@@ -59,7 +62,7 @@ def read_csv_table(data: DataConfig) -> Arrays:
     return replace(arrays_of(x, y, where, client=client), names=tuple(map(str, names)))
 
 
-def _read(path: str, where: str) -> pd.DataFrame:
+def _read(data: DataConfig, where: str) -> pd.DataFrame:
     try:
         pandas: Any = importlib.import_module("pandas")
     except ImportError as error:
@@ -67,15 +70,20 @@ def _read(path: str, where: str) -> pd.DataFrame:
             f"data.source=csv needs the package pandas ({one_line(error)}); install it with: "
             'pip install -e ".[tables]"'
         ) from error
-    file = existing(path, where, "file", "name a CSV file, such as FILE.csv")
+    file = existing(str(data.path), where, "file", "name a CSV file, such as FILE.csv")
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
-            _check_header(text, where)
+            names = _checked_header(text, where)
             text.seek(0)
+            # of texts, "None" and "NA" are values like others
+            texts = (data.target, data.client_column, *(data.categorical or ()))
+            missing = {name: [""] if name in texts else MISSING for name in names}
             with warnings.catch_warnings():
                 # of rows that are too long
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
-                frame: pd.DataFrame = pandas.read_csv(text, index_col=False, low_memory=False)
+                frame: pd.DataFrame = pandas.read_csv(
+                    text, index_col=False, low_memory=False, keep_default_na=False, na_values=missing
+                )
     except UserError:
         raise
     # any text may be there
@@ -89,8 +97,8 @@ def _read(path: str, where: str) -> pd.DataFrame:
     return frame
 
 
-def _check_header(text: TextIO, where: str) -> None:
-    """Raise UserError for names of columns that pandas would change without a message."""
+def _checked_header(text: TextIO, where: str) -> list[str]:
+    """Return the names of columns; UserError for those that pandas would change without a message."""
     names = next(csv.reader(text), [])
     for number, name in enumerate(names, 1):
         if not name.strip():
@@ -104,6 +112,7 @@ def _check_header(text: TextIO, where: str) -> None:
             )
         if name in names[: number - 1]:
             raise UserError(f"{where}: two columns have the name {name}; rename one")
+    return names
 
 
 def _check_names(there: list[str], data: DataConfig, where: str) -> None:

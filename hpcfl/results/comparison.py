@@ -149,6 +149,12 @@ def compare(*runs: Run) -> Comparison:
                     f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
                     "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
                 )
+            samples = [run.environment.get("samples") for run in (first, other)]
+            if None not in samples and samples[0] != samples[1]:
+                raise UserError(
+                    f"{first.path} and {other.path} cannot be compared: their data have changed in between "
+                    f"({' and '.join(samples)} in the environment of config.yaml); run both on the same data"
+                )
     trees = [_keys(entry[0], without=SEEDS if len(entry) > 1 else ()) for entry in entries]
     names = dict.fromkeys(key for tree in trees for key in tree)
     found = {key: tuple(tree.get(key) for tree in trees) for key in names}

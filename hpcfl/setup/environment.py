@@ -15,11 +15,12 @@ from hpcfl.storage.slurm import job
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
 
-def environment_of(source: str, ranks: Sequence[str], command: str) -> dict[str, Any]:
+def environment_of(source: str, samples: int, ranks: Sequence[str], command: str) -> dict[str, Any]:
     """Return what config.yaml records of a run's environment.
 
     Args:
         source: the run's `data.source`.
+        samples: a checksum of all samples.
         ranks: host, device and engine of each rank.
         command: what was typed to start the run.
     """
@@ -32,6 +33,7 @@ def environment_of(source: str, ranks: Sequence[str], command: str) -> dict[str,
         "processor": processor(),
         "command": command,
         **({"job": started_by} if (started_by := job()) else {}),
+        "samples": f"{samples:08x}",
         "workers": ", ".join(sorted(workers)),
         "ranks": list(ranks),
         **({"topics": digest_of_topics()} if source == "topics" else {}),

@@ -170,16 +170,23 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
 
 
-def _file(run: Run) -> tuple[object, object]:
-    """Return the user's own file that a run has read its data from, or with."""
-    return run.record["data"].get("path"), run.record["data"].get("reader")
+def _file(run: Run) -> tuple[object, ...]:
+    """Return the user's own file that a run has read its data from, or with, and what they were."""
+    return run.record["data"].get("path"), run.record["data"].get("reader"), run.environment.get("samples")
 
 
 def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
     """Return what a finished run gave and cost."""
     last, best, clients = run.last, run.best, run.in_training
     accuracies = clients["accuracy"].tolist()
-    turns = run.done * train.cohort_size(len(accuracies))
+    private = run.record.get("privacy", {}).get("unit") == "client"
+    members = train.participation * len(accuracies) if private else train.cohort_size(len(accuracies))
+    turns = {"down": run.done * members, "up": run.done * members - last.get("lost", 0.0)}
+    # no steps where all members of all rounds in between were lost
+    rates = [rate for rate in run.metrics["client_steps_per_s"].tolist() if rate]
+    sent = {
+        way: (last[f"bytes_{way}"], last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]) for way in turns
+    }
     figures = {
         # not every run has all of them
         **dict.fromkeys(ACCURACIES, nan),
@@ -190,13 +197,12 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
         # harmonic mean: there are about equally many steps between any two evaluations
-        "client_steps_per_s": statistics.harmonic_mean(run.metrics["client_steps_per_s"].tolist()),
+        "client_steps_per_s": statistics.harmonic_mean(rates) if rates else 0.0,
         # fewer than train.rounds if train.patience has ended the run
         "rounds_done": float(run.done),
-        # of trainable numbers, of all rounds and clients
-        "bytes": last["bytes_down"] + last["bytes_up"],
+        # of all rounds and clients
+        "bytes": sum(map(sum, sent.values())),
     }
-    for way in ("down", "up"):
-        others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]
-        figures |= {f"bytes_{way}": last[f"bytes_{way}"] / turns, f"other_bytes_{way}": others / turns}
+    for way, (numbers, others) in sent.items():
+        figures |= {f"bytes_{way}": numbers / turns[way], f"other_bytes_{way}": others / turns[way]}
     return figures

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcfl.config.keys import Config, flatten
 from hpcfl.config.load import differences
+from hpcfl.config.own_code import digest
 from hpcfl.config.registry import DEFAULT_SOURCE
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean
@@ -153,13 +154,14 @@ class Table:
         # some methods' runs cannot be extended, so that limited rounds have a folder of their own; not so
         # seeds: a run with more of them uses the finished cells
         name = path.stem if rounds is None else f"{path.stem}-{rounds}rounds"
-        self.result_name = name if self.seeds == of_file else f"{name}-seeds{_listed(self.seeds, '-')}"
-        """Stem of the names of the table's result files."""
         self.folder = out or Path("runs") / name
         self.chosen_columns = _matching("--column", in_columns, self.columns)
         """Labels of the columns of which cells are run."""
         of_all = [word for word in overrides if not _is_of_a_column(word)]
         changes = [word for word in of_all if not word.startswith(_CHANGE_NO_RESULT)]
+        shrunk = name if self.seeds == of_file else f"{name}-seeds{_listed(self.seeds, '-')}"
+        self.result_name = f"{shrunk}-{digest(' '.join(changes).encode())[:8]}" if changes else shrunk
+        """Stem of the names of the table's result files: with changes not those of claims."""
         self._check_not_replaced(layers, changes)
         self._longest = 0
         self.cells = self._cells(layers, overrides, of_all, rounds)
@@ -258,8 +260,9 @@ class Table:
         """Raise UserError for cells that do not go together."""
         if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
             self._check_one_source(layers)
-        self._check_swept(layers[-1])
-        self._check_keys(layers[-1])
+        self._check_swept(layers)
+        for number in range(len(layers)):
+            self._check_keys(layers[number:])
         self._check_folders()
         self._check_pairs()
         self._check_quantities()
@@ -274,30 +277,44 @@ class Table:
                 "columns; choose columns of one of them with --column LABEL"
             )
 
-    def _check_swept(self, file: TableFile) -> None:
-        """Refuse a row's value of a key that a column's sweep sets: the column's label would be wrong."""
-        for number, row in enumerate(file.rows):
-            swept = {
-                column.sweep.key: column.label
-                for column in file.columns
-                if column.sweep is not None and column.label not in (row.without or ())
-            }
-            for key in flatten(row.tree()).keys() & swept:
+    def _check_swept(self, layers: Sequence[TableFile]) -> None:
+        """Refuse another value of a key that a column's sweep sets: the column's label would be wrong."""
+        swept: dict[str, list[str]] = {}
+        for layer in layers:
+            for key in flatten(layer.settings.tree()).keys() & swept.keys():
                 raise UserError(
-                    f"{self.path}, {place_of('row', number, row.label)} sets {key}, as does column "
-                    f"{swept[key]}; leave it out, or name the column in the row's `without`"
+                    f"{self.path}, settings set {key}, as does column {swept[key][0]}; leave it out"
                 )
+            for column in layer.columns:
+                if column.sweep is not None and column.label in self.columns:
+                    swept.setdefault(column.sweep.key, []).append(column.label)
+            for row in [row for row in layer.rows if row.label in self.labels]:
+                number = self.labels.index(row.label)
+                for key in flatten(row.tree()).keys() & swept.keys():
+                    for label in reversed(swept[key]):
+                        if label not in (self.rows[number].without or ()):
+                            raise UserError(
+                                f"{self.path}, {place_of('row', number, row.label)} sets {key}, as does "
+                                f"column {label}; leave it out, or name the column in the row's `without`"
+                            )
 
-    def _check_keys(self, file: TableFile) -> None:
-        """Refuse keys that no cell has: they would change nothing."""
+    def _check_keys(self, layers: Sequence[TableFile]) -> None:
+        """Refuse keys of the first of these files that no cell has: they would change nothing.
+
+        Settings may be dropped by those of a later file, and a column's by its entry there.
+        """
+        file, *later = layers
+        changed = {column.label for layer in later for column in layer.columns if column.tree()}
         by_column: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             by_column.setdefault(cell.column, {}).update(dict.fromkeys(flatten(cell.config.tree())))
         entries: list[tuple[str, PartialConfig, Mapping[str, None]]] = [
-            ("settings", file.settings, {key: None for keys in by_column.values() for key in keys}),
+            *[("settings", file.settings, {key: None for keys in by_column.values() for key in keys})]
+            * (not later),
             *(
                 (place_of("column", number, column.label), column, by_column.get(column.label, {}))
                 for number, column in enumerate(file.columns)
+                if column.label not in changed
             ),
         ]
         for place, entry, known in entries:

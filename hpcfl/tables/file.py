@@ -291,7 +291,13 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     for drawing in file.figure or ():
         for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
             check_known(f"{path}, figure: layers", name, "column", labels)
-    read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
+    config = base.config if file.config is None else str(path.parent / file.config)
+    read = {
+        "columns": columns,
+        "rows": rows,
+        "compare": _pairs(path, file, base, labels, rows),
+        "config": config,
+    }
     return [*layers, file.model_copy(update=inherited | read)]
 
 
@@ -314,7 +320,7 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
                 raise UserError(
                     f"{place}: another column is called {column.label}; give each a label of its own"
                 )
-            config = before[column.label].config if column.label in before else None
+            config = before[column.label].config if column.label in before else base.config
             config = config if own is None else str(path.parent / own)
             columns[column.label] = column.model_copy(update={"config": config})
     return list(columns.values())

@@ -70,6 +70,26 @@ def test_another_method_or_partition_needs_only_its_name(tmp_path: Path) -> None
     assert refusal(file, "method.name=[fedavg]").startswith("method.name=['fedavg'] is unknown; allowed: ")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fedavg", "fedadam"),
+        ("fedadam", "fedavg"),
+        ("fedavg", "fedavg_ft"),
+        ("fedavg", "fedem"),
+        ("fedprox", "moon"),
+    ],
+)
+def test_another_method_than_a_record_s_has_its_own_defaults(before: str, after: str, tmp_path: Path) -> None:
+    given = ["train.rounds=3", "train.momentum=0.5", "data.clients=4"]
+    config = load_config(None, [f"method.name={before}", *given])
+    record = write(tmp_path / "config.yaml", f"{config.yaml()}environment: {{torch: any}}\n")
+    assert load_config(record, []) == config
+    assert load_config(record, [f"method.name={after}"]) == load_config(
+        None, [f"method.name={after}", *given]
+    )
+
+
 def test_another_model_needs_only_its_name(tmp_path: Path) -> None:
     def options(file: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
         config = load_config(file, overrides)

@@ -102,6 +102,18 @@ def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     assert "(b 1)" in refusal(table(tmp_path, "y,b\n0,1\n1\n0,1\n1,2\n"), "target=y")
 
 
+def test_texts_such_as_none_are_values_of_categories_classes_and_clients(tmp_path: Path) -> None:
+    text = "a,alcohol,kind,who\n" + "1,None,NA,null\n2,High,yes,b\nNA,None,NA,null\n4,,yes,b\n" * 2
+    keys = "target=kind client_column=who partition.name=given categorical=[alcohol]"
+    path = table(tmp_path, text)
+    assert "(a 2, alcohol 2)" in refusal(path, keys)
+    arrays = read(path, f"{keys} missing=drop")
+    assert arrays.names == ("b", "null")
+    # High, None
+    assert arrays.x.tolist() == [[2, 1, 0], [2, 1, 0], [1, 0, 1], [1, 0, 1]]
+    assert arrays.y.tolist() == [1, 1, 0, 0]
+
+
 def test_a_run_normalises_by_the_training_rows(tmp_path: Path) -> None:
     stream = np.random.default_rng(0)
     y = stream.integers(2, size=80)

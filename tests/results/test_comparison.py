@@ -98,6 +98,18 @@ def test_runs_of_other_samples_are_refused(tmp_path: Path, capsys: pytest.Captur
         assert f"cannot be compared: their clients have other samples ({why})" in line
 
 
+def test_runs_between_which_the_data_have_changed_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, samples in (("A", "00c0ffee"), ("B", "00c0ffee"), ("C", "0badf00d")):
+        made(tmp_path / name, f"train.lr=0.{len(name) + ord(name) - 64}")
+        record = tmp_path / name / "config.yaml"
+        record.write_text(record.read_text() + f"  samples: '{samples}'\n")
+    assert main(["compare", str(tmp_path / "A"), str(tmp_path / "B")]) == FINISHED
+    line = refused(capsys, "compare", tmp_path / "A", tmp_path / "C")
+    assert "cannot be compared: their data have changed in between (00c0ffee and 0badf00d in the" in line
+
+
 def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
     one = made(tmp_path / "A", "data.seed=0")
     other = made(tmp_path / "B", "data.seed=0", "data.normalise=half", "run.seed=5")

@@ -30,6 +30,7 @@ from hpcfl.samples import SampleType
 from hpcfl.simulation.clock import Clock
 from hpcfl.simulation.sampling import Sampler, drawn_by_size, is_dropped, of_highest_loss
 from hpcfl.storage.ledger import Ledger
+from hpcfl.tables.accuracies import _figures
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.local_work import Work
 
@@ -136,6 +137,25 @@ def test_members_are_dropped_at_the_rate_of_the_key() -> None:
     found = [is_dropped(ClientsConfig(drop_rate=0.3), 1, n, c) for n in range(200) for c in range(20)]
     assert np.mean(found) == pytest.approx(0.3, abs=0.022)
     assert not any(is_dropped(ClientsConfig(), 1, n, 0) for n in range(200))
+
+
+def test_tables_count_the_bytes_of_a_member_that_takes_part_and_is_not_lost(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    keys = [
+        *settings,
+        "method.name=fedavg",
+        "clients.drop_rate=0.6",
+        "train.rounds=3",
+        "train.participation=0.3",
+    ]
+    assert run_here(tmp_path, [*keys, "run.eval_every=1", "model.batchnorm=false"]) == FINISHED
+    run = load_run(tmp_path)
+    assert 0 < run.last["lost"] < 6
+    figures = _figures(run, run.config.train)
+    assert figures["bytes_down"] == figures["bytes_up"]
+    # a round of which all members are lost has no steps
+    assert figures["client_steps_per_s"] > 0
 
 
 @pytest.mark.usefixtures("double")

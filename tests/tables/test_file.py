@@ -327,6 +327,37 @@ def test_a_sweep_cannot_replace_a_group_of_keys(tmp_path: Path) -> None:
     assert "data=5 " in refused(path)
 
 
+def test_a_new_column_of_an_extending_file_has_the_configuration_of_the_extended_one(folder: Path) -> None:
+    columns = "[{label: new, data: {clients: 6}}, {sweep: {key: train.lr, values: [0.1]}}]"
+    more = f"extends: paper.yaml\ntitle: more\ncolumns: {columns}\nrows: [ours]\ncompare: []\n"
+    (folder / "more.yaml").write_text(more)
+    table = Table(folder / "more.yaml")
+    for column in ("new", "lr = 0.1"):
+        assert flat(table, "ours", column)["data.source"] == "cifar10"
+        assert flat(table, "ours", column)["train.batch_size"] == 9
+    (folder / "last.yaml").write_text("extends: more.yaml\ntitle: last\nsettings: {train: {lr: 0.2}}\n")
+    assert "settings set train.lr, as does column lr = 0.1; leave it out" in refused(folder / "last.yaml")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("rows: [{label: ours, method: {k: 5}}]", "row 1 (ours) sets method.k, as does column kept, k = 2; "),
+        (
+            "settings: {data: {partition: {name: iid}}}",
+            "(two): data.partition.classes_per_client is a key of no",
+        ),
+    ],
+)
+def test_an_extending_file_cannot_make_labels_of_columns_wrong(
+    folder: Path, more: str, expected: str
+) -> None:
+    two = "  - {label: two, data: {clients: 5, partition: {name: classes, classes_per_client: 2}}}\nrows:"
+    (folder / "paper.yaml").write_text(PAPER.replace("rows:", two, 1).replace("61.43, many: 73", "61.43"))
+    (folder / "more.yaml").write_text(f"extends: paper.yaml\ntitle: more\n{more}\n")
+    assert expected in refused(folder / "more.yaml")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [

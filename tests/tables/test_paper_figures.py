@@ -295,7 +295,8 @@ def test_points_are_drawn_at_the_bytes_of_the_run(toy: dict[str, Figure], whole:
     runs = (SLUGS[0], "gamma-0.9/local", SLUGS[1])
     for (point, *_), run in zip(axes.containers, runs, strict=True):
         last = [read_csv(whole / f"{run}-s{seed}" / "metrics.csv")[-1] for seed in (0, 1)]
-        sent = np.mean([int(one["bytes_down"]) + int(one["bytes_up"]) for one in last])
+        parts = [f"{part}bytes_{way}" for part in ("", "buffer_", "index_") for way in ("down", "up")]
+        sent = np.mean([sum(int(one[part]) for part in parts) for one in last])
         assert np.asarray(point.get_xdata()) * 1e6 == pytest.approx([sent])
         mean = 100 * np.mean([float(one["accuracy_mean"]) for one in last])
         assert np.asarray(point.get_ydata()) == pytest.approx([mean])
@@ -325,7 +326,7 @@ def test_pictures_are_beside_the_table_and_the_png_is_with_the_results(words: li
         assert b"/FontFile2" in pdf
         assert b"/Type3" not in pdf
         assert b"Date" not in pdf
-        assert (results / f"two_{name}.png").read_bytes() == png
+        assert (results / f"{Table(Path(words[0]), words[1:]).result_name}_{name}.png").read_bytes() == png
     assert not list(results.glob("*.pdf"))
 
 

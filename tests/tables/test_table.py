@@ -27,6 +27,7 @@ from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, 
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.storage.lock import FolderLock
+from hpcfl.tables.cells import Table
 
 ROUNDS = 3
 TABLE = """
@@ -224,7 +225,10 @@ def test_columns_are_run_seed_by_seed(words: list[str], tmp_path: Path, finish: 
         for number, (seed, name) in enumerate(product((0, 1), names), start=1)
     ]
     assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(words)})\n" in out
-    results = tmp_path / "results" / "columns-2rounds.csv"
+    # a table with other settings has files of its own: claims are judged by those without
+    name = Table(path, words[1:], rounds=2).result_name
+    assert re.fullmatch("columns-2rounds-[0-9a-f]{8}", name)
+    results = tmp_path / "results" / f"{name}.csv"
     assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
     rows = read_csv(results)
     assert [f"{row['label']}, {row['column']}" for row in rows] == list(names)
@@ -288,7 +292,7 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     assert "\ncell " not in out
     assert "missing" in out
     assert files(folder) == files_before
-    results = read_csv(tmp_path / "results" / "columns.csv")
+    results = read_csv(tmp_path / "results" / f"{Table(path, own[1:]).result_name}.csv")
     assert [row["seeds"] for row in results] == ["0", "0", "1"]
     out = finish(folder, *own, "--column", "all", "--write-results")
     assert begun(out) == [1, 2]
@@ -298,7 +302,7 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     # what was finished before is not lost, and what was not chosen is missing
     assert found["local", "A half!"] == before["local", "A half!"] != ("", "")
     assert found["fedavg", "A half!"] == ("", "")
-    results = read_csv(tmp_path / "results" / "columns.csv")
+    results = read_csv(tmp_path / "results" / f"{Table(path, own[1:]).result_name}.csv")
     assert [row["seeds"] for row in results] == ["2", "0", "1"]
 
 
