@@ -152,5 +152,5 @@ def _docstrings(kind: type[Settings]) -> dict[str, str]:
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
     """Return the classes of a module by name: to parse it once for each of them takes a second."""
-    nodes = ast.parse(inspect.getsource(sys.modules[module])).body
+    nodes = ast.walk(ast.parse(inspect.getsource(sys.modules[module])))
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -96,14 +97,23 @@ def test_keys_are_listed_by_name_and_group(every_key: list[Key], capsys: pytest.
     assert of_two == ["# comm.*", "# model.mlp: fully connected layers of the widths model.hidden"]
 
 
+PARAMS = """class MineParams(Params):
+    mu: float = Field(0.25, ge=0)
+    '''Pull to the mean. More.'''
+"""
+APART = f"{PARAMS}\nclass Mine(FedAvg):\n    Params = MineParams\n"
+INSIDE = "class Mine(FedAvg):\n" + indent(PARAMS.replace("MineParams(Params)", "Params(Params)"), "    ")
+
+
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("classes", [APART, INSIDE])
+def test_the_keys_of_an_own_file_are_listed(  # type: ignore[no-untyped-def]
+    classes: str, tmp_path, capsys
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from pydantic import Field\nfrom hpcfl.methods.base import Params\n"
-        "from hpcfl.methods.fedavg import FedAvg\n\nclass MineParams(Params):\n"
-        "    mu: float = Field(0.25, ge=0)\n    '''Pull to the mean. More.'''\n\n"
-        "class Mine(FedAvg):\n    Params = MineParams\n"
+        f"from hpcfl.methods.fedavg import FedAvg\n\n{classes}"
     )
     title, *lines = listed(capsys, "method.mine", "--method", str(file))
     assert title == "# method.mine: from mine.py"
