@@ -323,12 +323,14 @@ class FedMN(TwoPhaseMethod):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
-        if self.buffers.has_policy("local"):
-            # a new client has no running statistics, and gradients find them
-            gradient = self.local_gradient(clients, model) or clients.plain_gradient
-            for batch in clients.batches("statistics", augmented=False):
-                gradient(down["theta"][batch.members], batch)
-        return model
+        if not self.buffers.has_policy("local"):
+            return model
+        fixed = model.only("decision").per_client
+        if fixed:
+            # with a slope, the router too is computed
+            fixed = fixed | {"slope": torch.zeros_like(fixed["decision"])}
+        clients.find_statistics(down["theta"], self._gradient(clients, fixed))
+        return self.eval_model(clients, down)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         decision = model["decision"][position] if "decision" in model else None

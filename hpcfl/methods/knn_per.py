@@ -12,7 +12,9 @@ Choices the paper leaves open:
   lambda_i    the one of 0, 0.1, .., 1 with the least loss on the client's validation samples, which
               `data.val_fraction` cuts off. A client without such samples takes the least loss on its training
               set, where no sample is a neighbour of its own; w has seen these samples, and lambda_i is rather
-              too small. (The authors' script tries such a grid on the test samples.)
+              too small. With `run.eval_split=val` or `train.patience` the scored samples are those that chose
+              lambda_i, and accuracies are rather too high. (The authors' script tries such a grid on the test
+              samples.)
   kernel      the squared distance divided by sigma F, as in the authors' code; the paper's text has the
               distance itself
   fewer than k samples: all of them are the neighbours

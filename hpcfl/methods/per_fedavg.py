@@ -96,6 +96,8 @@ class PerFedAvg(FedAvg):
         return Message(per_client={"theta": adapted.theta})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+        if self.buffers.has_policy("local"):
+            clients.find_statistics(down["theta"])
         return self.eval_model(clients, down)
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:

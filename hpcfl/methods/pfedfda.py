@@ -115,6 +115,8 @@ class PFedFDA(FedAvg):
         return Message(per_client={"theta": self._with_heads(clients, down["theta"], *adapted)})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+        if self.buffers.has_policy("local"):
+            clients.find_statistics(down["theta"])
         return self.eval_model(clients, down)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:

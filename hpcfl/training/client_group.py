@@ -440,6 +440,15 @@ class ClientGroup:
         self.loss_sum[batch.members] += losses
         self.steps[batch.members if batch.counted is None else batch.counted] += 1
 
+    def find_statistics(self, theta: Tensor, gradient: GradientOf | None = None) -> None:
+        """Update the running statistics by one pass over the training samples with models theta [C, P].
+
+        For new clients that keep their own and do not train. `gradient` is what computes the models; default:
+        `plain_gradient`.
+        """
+        for batch in self.batches("statistics", augmented=False):
+            (gradient or self.plain_gradient)(theta[batch.members], batch)
+
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the gradient of the cross-entropy of models [len(batch.members), P], and the losses."""
         gradient, losses = self._plain_gradient(theta, batch)
