@@ -11,8 +11,8 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit
 export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
 # Open MPI gives ranks a terminal, and a bar on it would fill the job's output.
 export TTY_COMPATIBLE=0
-# they would hide jobs from squeue
-unset "${!SQUEUE_@}"
+# they would hide jobs from squeue, or give its times another form
+unset "${!SQUEUE_@}" SLURM_TIME_FORMAT
 
 job=$SLURM_JOB_ID
 # of a task of an array, SLURM_JOB_ID may be the whole array's
@@ -120,8 +120,6 @@ choose_launcher() {
     case $LAUNCHER in
         mpirun)
             launcher=(mpirun -n "${SLURM_NTASKS:-1}")
-            # it starts its own processes on the nodes by srun; were srun to speak PMIx there, MPICH would meet two
-            export SLURM_MPI_TYPE=none
             ;;
         srun)
             type=$(mpi_type) || exit
@@ -135,7 +133,8 @@ choose_launcher() {
         # srun gives a rank one core unless it is told again
         srun | */srun) export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} ;;
         # the srun by which mpirun starts all ranks of a node would leave them one core together
-        *) unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK; export SLURM_CPU_BIND=none ;;
+        # and were it to speak PMIx there, MPICH would meet two
+        *) unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK; export SLURM_CPU_BIND=none SLURM_MPI_TYPE=none ;;
     esac
 }
 

@@ -6,6 +6,7 @@
 #
 # Leaves the shell in the repository root, with the programs of .venv first in PATH.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extras=${1:-}
@@ -51,10 +52,19 @@ install() {
     echo "hpcfl: .venv is ready after $SECONDS s"
 }
 
+runs() {
+    "$python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
 # The place is part of the fingerprint: an editable installation does not survive a move.
-fingerprint=$({ echo "$PWD $extras"; cat pyproject.toml jobs/constraints.txt; } | sha256sum)
-if [ "$(cat "$stamp" 2>/dev/null)" != "$fingerprint" ]; then
-    "$python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || create_venv
+fingerprint=$({ echo "$PWD"; cat pyproject.toml jobs/constraints.txt; } | sha256sum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$fingerprint" ] || ! runs; then
+    # Stamps of other packages, or of an installation that is interrupted now, would be taken for whole later.
+    for other in .venv/.installed-*; do
+        [ "$(cat "$other" 2>/dev/null)" = "$fingerprint" ] || rm -f "$other"
+    done
+    rm -f "$stamp"
+    runs || create_venv
     install
     echo "$fingerprint" >"$stamp"
 fi
