@@ -54,11 +54,19 @@ def read_keys(path: Path) -> dict[str, Any]:
         return tree
     name = method.get("name")
     if name in REGISTRIES.method.known and "path" not in method:
-        defaults = resolve({"method": {"name": name}}).tree()
-        for group in ("method", "train", "server"):
+        train = tree.get("train")
+        optimiser = train.get("optimiser") if isinstance(train, dict) else None
+        # a default of train.lr depends on it
+        given = {} if optimiser is None else {"optimiser": optimiser}
+        defaults = resolve({"method": {"name": name}, "train": given}).tree()
+        for group, kept in (("method", {"name"}), ("train", given), ("server", {})):
+            of_group = defaults[group]
             if isinstance(keys := tree.get(group), dict):
-                of_group = {**defaults[group], "name": None}
-                tree[group] = {key: value for key, value in keys.items() if of_group.get(key, ...) != value}
+                tree[group] = {
+                    key: value
+                    for key, value in keys.items()
+                    if key in kept or of_group.get(key, ...) != value
+                }
     return tree
 
 

@@ -82,6 +82,17 @@ def test_another_method_or_partition_needs_only_its_name(tmp_path: Path) -> None
 )
 def test_another_method_than_a_record_s_has_its_own_defaults(before: str, after: str, tmp_path: Path) -> None:
     given = ["train.rounds=3", "train.momentum=0.5", "data.clients=4"]
+    check_record(tmp_path, before, after, given)
+
+
+@pytest.mark.parametrize("lr", ["0.05", "0.001", "0.01"])
+def test_a_step_beside_adam_is_that_of_the_record(lr: str, tmp_path: Path) -> None:
+    # the defaults are 0.001, and 0.05 without Adam
+    check_record(tmp_path, "fedadam", "fedavg", ["train.optimiser=adam", f"train.lr={lr}"])
+
+
+def check_record(tmp_path: Path, before: str, after: str, given: list[str]) -> None:
+    """Compare what is read of a run's record, also with another method, with what was given."""
     config = load_config(None, [f"method.name={before}", *given])
     record = write(tmp_path / "config.yaml", f"{config.yaml()}environment: {{torch: any}}\n")
     assert load_config(record, []) == config
