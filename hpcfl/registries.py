@@ -11,6 +11,7 @@ from hpcfl.config.keys import ENVIRONMENT, Config, NetworkOptions, Params, Parti
 from hpcfl.config.registry import Registries, Registry
 from hpcfl.data.partitions import PARTITIONS, Partition
 from hpcfl.data.sources import SOURCES, own_source
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, own_method
 from hpcfl.models import MODELS, Model
 
@@ -58,7 +59,11 @@ def read_keys(path: Path) -> dict[str, Any]:
         optimiser = train.get("optimiser") if isinstance(train, dict) else None
         # a default of train.lr depends on it
         given = {} if optimiser is None else {"optimiser": optimiser}
-        defaults = resolve({"method": {"name": name}, "train": given}).tree()
+        try:
+            defaults = resolve({"method": {"name": name}, "train": given}).tree()
+        except UserError:
+            # such as of a class of the caller's with a parameter that has no default
+            return tree
         for group, kept in (("method", {"name"}), ("train", given), ("server", {})):
             of_group = defaults[group]
             if isinstance(keys := tree.get(group), dict):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bits import differing
+from conftest import forgetting_own_code
 from processes import Mpirun
 from torch.utils.data import TensorDataset
 
@@ -25,7 +26,7 @@ from hpcfl.config import own_code
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.base import Method, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.randomness import generator_states
@@ -338,3 +339,21 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path, mpirun: Mpirun) -
     done = mpirun(2, script, tmp_path / "run")
     assert "rank 1 has read other data than rank 0: copy the same files" in done.stdout
     assert "rank 1 has train.lr=0." in done.stdout
+
+
+def test_a_record_of_a_class_with_a_parameter_without_a_default_is_read(tmp_path: Path) -> None:
+    class NeedsStrengthParams(Params):
+        strength: float
+
+    class NeedsStrength(FedAvg):
+        Params = NeedsStrengthParams
+        params: NeedsStrengthParams
+
+    keys = {"method.strength": 2.0, "train.rounds": 1, "train.local_epochs": 1, "data.clients": 3}
+    with forgetting_own_code():
+        hpcfl.run(keys, method=NeedsStrength, out=tmp_path / "run", quiet=True)
+        again = hpcfl.run(
+            tmp_path / "run" / "config.yaml", method=NeedsStrength, out=tmp_path / "run", quiet=True
+        )
+        assert again is not None
+        assert again.is_finished

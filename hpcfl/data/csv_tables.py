@@ -19,7 +19,25 @@ from hpcfl.errors import UserError, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-MISSING = ["", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "-nan", "None", "null", "NULL"]
+MISSING = [
+    *(
+        "",
+        "NA",
+        "N/A",
+        "n/a",
+        "<NA>",
+        "#NA",
+        "#N/A",
+        "#N/A N/A",
+        "NaN",
+        "nan",
+        "-NaN",
+        "-nan",
+        "None",
+        "null",
+    ),
+    *("NULL", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
+]
 """Words for a missing number."""
 
 
@@ -75,7 +93,7 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
         with file.open(encoding="utf-8-sig", newline="") as text:
             names = _checked_header(text, where)
             text.seek(0)
-            # of texts, "None" and "NA" are values like others
+            # among texts, "None" and "NA" are values like others; see below for numbers
             texts = (data.target, data.client_column, *(data.categorical or ()))
             missing = {name: [""] if name in texts else MISSING for name in names}
             with warnings.catch_warnings():
@@ -94,6 +112,11 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
         ) from error
     if frame.empty:
         raise UserError(f"{where}: has no rows below the names of its columns")
+    for name in frame.columns.intersection([*filter(None, texts)]):
+        is_missing = frame[name].isin(MISSING) | frame[name].isna()
+        numbers = pandas.to_numeric(frame[name].where(~is_missing), errors="coerce")
+        if is_missing.any() and numbers[~is_missing].notna().all():
+            frame[name] = numbers
     return frame
 
 

@@ -154,7 +154,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed in [seed for seed in first.runs if seed in second.runs]:
-        if _file(first.runs[seed]) != _file(second.runs[seed]):
+        if not _same_data(first.runs[seed], second.runs[seed]):
             continue
         wanted = (first, name), (second, name), (first, "evaluated_samples")
         figures = np.array([row.by_client(seed, column) for row, column in wanted])
@@ -170,9 +170,12 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
 
 
-def _file(run: Run) -> tuple[object, ...]:
-    """Return the user's own file that a run has read its data from, or with, and what they were."""
-    return run.record["data"].get("path"), run.record["data"].get("reader"), run.environment.get("samples")
+def _same_data(*runs: Run) -> bool:
+    """Whether runs have read their data from, or with, the same file of the user's own, and the same ones."""
+    files = {(run.record["data"].get("path"), run.record["data"].get("reader")) for run in runs}
+    # older runs have no checksum
+    checksums = {run.environment["samples"] for run in runs if "samples" in run.environment}
+    return len(files) == 1 and len(checksums) <= 1
 
 
 def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
@@ -204,5 +207,7 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
         "bytes": sum(map(sum, sent.values())),
     }
     for way, (numbers, others) in sent.items():
-        figures |= {f"bytes_{way}": numbers / turns[way], f"other_bytes_{way}": others / turns[way]}
+        # 0 where all members of all rounds were lost
+        count = turns[way] or 1.0
+        figures |= {f"bytes_{way}": numbers / count, f"other_bytes_{way}": others / count}
     return figures

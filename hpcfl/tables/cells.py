@@ -281,7 +281,10 @@ class Table:
         """Refuse another value of a key that a column's sweep sets: the column's label would be wrong."""
         swept: dict[str, list[str]] = {}
         for layer in layers:
+            again = {column.label for column in layer.columns if column.sweep is not None}
             for key in flatten(layer.settings.tree()).keys() & swept.keys():
+                if set(swept[key]) <= again:
+                    continue
                 raise UserError(
                     f"{self.path}, settings set {key}, as does column {swept[key][0]}; leave it out"
                 )
@@ -305,6 +308,9 @@ class Table:
         """
         file, *later = layers
         changed = {column.label for layer in later for column in layer.columns if column.tree()}
+        if not {row.label for row in file.rows} <= set(self.labels):
+            # the keys may be those of a row that a later file leaves out
+            return
         by_column: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             by_column.setdefault(cell.column, {}).update(dict.fromkeys(flatten(cell.config.tree())))

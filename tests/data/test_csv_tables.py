@@ -112,6 +112,12 @@ def test_texts_such_as_none_are_values_of_categories_classes_and_clients(tmp_pat
     # High, None
     assert arrays.x.tolist() == [[2, 1, 0], [2, 1, 0], [1, 0, 1], [1, 0, 1]]
     assert arrays.y.tolist() == [1, 1, 0, 0]
+    # among numbers, they are missing
+    numbers = table(
+        tmp_path, "a,b,t\n1,#NA,1\n2,3,1\n3,-NaN,0\n4,4,0\n5,5,NA\n6,6,1\n7,7,0\n", name="numbers.csv"
+    )
+    assert "(b 2, t 1)" in refusal(numbers, "target=t")
+    assert read(numbers, "target=t missing=drop").x.tolist() == [[2, 3], [4, 4], [6, 6], [7, 7]]
 
 
 def test_a_run_normalises_by_the_training_rows(tmp_path: Path) -> None:

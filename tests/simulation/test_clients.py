@@ -158,6 +158,14 @@ def test_tables_count_the_bytes_of_a_member_that_takes_part_and_is_not_lost(
     assert figures["client_steps_per_s"] > 0
 
 
+def test_a_run_that_loses_everybody_has_a_row_in_its_table(tmp_path: Path, settings: list[str]) -> None:
+    keys = ["method.name=fedavg", "clients.step_s=1", "clients.deadline_s=0.001", "train.rounds=1"]
+    assert run_here(tmp_path, [*settings, *keys]) == FINISHED
+    run = load_run(tmp_path)
+    figures = _figures(run, run.config.train)
+    assert (figures["bytes_up"], figures["bytes_down"] > 0) == (0, True)
+
+
 @pytest.mark.usefixtures("double")
 def test_the_mean_is_over_the_members_that_remain() -> None:
     keys = ["method.name=fedavg", "clients.drop_rate=0.5", *UNEQUAL]

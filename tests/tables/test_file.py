@@ -339,6 +339,18 @@ def test_a_new_column_of_an_extending_file_has_the_configuration_of_the_extended
     assert "settings set train.lr, as does column lr = 0.1; leave it out" in refused(folder / "last.yaml")
 
 
+def test_an_extending_file_may_leave_out_rows_and_sweep_again(folder: Path) -> None:
+    (folder / "rows.yaml").write_text("extends: paper.yaml\ntitle: r\nrows: [fedavg, local]\ncompare: []\n")
+    sweep = "columns: [{label: few}, {sweep: {key: method.k, values: [2, 3]}}]"
+    again = f"extends: paper.yaml\ntitle: a\n{sweep}\nrows: [ours]\nsettings: {{method: {{k: 9}}}}\n"
+    (folder / "again.yaml").write_text(f"{again}compare: []\n")
+    (folder / "paper.yaml").write_text(
+        PAPER.replace("{label: few, data", "{label: few, method: {k: 1}, data")
+    )
+    assert Table(folder / "rows.yaml").columns[0] == "few"
+    assert flat(Table(folder / "again.yaml"), "ours", "k = 3")["method.k"] == 3
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
