@@ -50,29 +50,30 @@ def read_keys(path: Path) -> dict[str, Any]:
     kept for another method.
     """
     tree = load.read_yaml(path)
-    method = tree.get("method")
-    if tree.pop(ENVIRONMENT, None) is None or not isinstance(method, dict):
+    is_record = tree.pop(ENVIRONMENT, None) is not None
+    return _without_defaults(tree) if is_record else tree
+
+
+def _without_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return nested keys without the values that their method has by default; all for a file of one's own."""
+    method, train = (
+        tree[group] if isinstance(tree.get(group), dict) else {} for group in ("method", "train")
+    )
+    if "path" in method or method.get("name") not in [*REGISTRIES.method.known]:
         return tree
-    name = method.get("name")
-    if name in REGISTRIES.method.known and "path" not in method:
-        train = tree.get("train")
-        optimiser = train.get("optimiser") if isinstance(train, dict) else None
-        # a default of train.lr depends on it
-        given = {} if optimiser is None else {"optimiser": optimiser}
-        try:
-            defaults = resolve({"method": {"name": name}, "train": given}).tree()
-        except UserError:
-            # such as of a class of the caller's with a parameter that has no default
-            return tree
-        for group, kept in (("method", {"name"}), ("train", given), ("server", {})):
-            of_group = defaults[group]
-            if isinstance(keys := tree.get(group), dict):
-                tree[group] = {
-                    key: value
-                    for key, value in keys.items()
-                    if key in kept or of_group.get(key, ...) != value
-                }
-    return tree
+    # a default of train.lr depends on it
+    optimiser = {key: value for key, value in train.items() if key == "optimiser" and value is not None}
+    try:
+        defaults = resolve({"method": {"name": method["name"]}, "train": optimiser}).tree()
+    except UserError:
+        # such as of a class of the caller's with a parameter that has no default
+        return tree
+    changed = dict(tree)
+    for group, kept in (("method", {"name"}), ("train", optimiser), ("server", {})):
+        if isinstance(keys := tree.get(group), dict):
+            of_group = {key: value for key, value in defaults[group].items() if key not in kept}
+            changed[group] = {key: value for key, value in keys.items() if of_group.get(key, ...) != value}
+    return changed
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:

@@ -91,6 +91,11 @@ def test_a_step_beside_adam_is_that_of_the_record(lr: str, tmp_path: Path) -> No
     check_record(tmp_path, "fedadam", "fedavg", ["train.optimiser=adam", f"train.lr={lr}"])
 
 
+def test_a_record_whose_method_is_no_name_is_refused(tmp_path: Path) -> None:
+    record = write(tmp_path / "config.yaml", "method: {name: [fedavg]}\nenvironment: {torch: any}\n")
+    assert refusal(record).startswith("method.name=['fedavg'] is unknown; allowed: ")
+
+
 def check_record(tmp_path: Path, before: str, after: str, given: list[str]) -> None:
     """Compare what is read of a run's record, also with another method, with what was given."""
     config = load_config(None, [f"method.name={before}", *given])
