@@ -20,23 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MISSING = [
-    *(
-        "",
-        "NA",
-        "N/A",
-        "n/a",
-        "<NA>",
-        "#NA",
-        "#N/A",
-        "#N/A N/A",
-        "NaN",
-        "nan",
-        "-NaN",
-        "-nan",
-        "None",
-        "null",
-    ),
-    *("NULL", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
+    *("", "NA", "N/A", "n/a", "<NA>", "#NA", "#N/A", "#N/A N/A", "None", "null", "NULL"),
+    *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
 ]
 """Words for a missing number."""
 

@@ -117,6 +117,11 @@ def _partition_of(run: Run) -> object:
     return run.record["run"]["seed"] if data.get("seed") is None else data["seed"]
 
 
+def samples_of(*runs: Run) -> list[str]:
+    """Return the checksums of the samples that runs have read, each once; older runs have none."""
+    return list(dict.fromkeys(run.environment["samples"] for run in runs if "samples" in run.environment))
+
+
 def compare(*runs: Run) -> Comparison:
     """Compare finished runs on the same samples of the same clients.
 
@@ -149,8 +154,7 @@ def compare(*runs: Run) -> Comparison:
                     f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
                     "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
                 )
-            samples = [run.environment.get("samples") for run in (first, other)]
-            if None not in samples and samples[0] != samples[1]:
+            if len(samples := samples_of(first, other)) > 1:
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their data have changed in between "
                     f"({' and '.join(samples)} in the environment of config.yaml); run both on the same data"

@@ -101,8 +101,9 @@ def finished_runs(folder: Path) -> list[Run]:
             run = load_run(path)
         except UserError as error:
             LOG.warning(f"left out: {error}")
-        else:
-            finished += [run] * run.is_finished
+            continue
+        if run.is_finished:
+            finished.append(run)
     if not finished:
         raise UserError(
             f"{folder} has no finished run; name the folder of one that is running, such as {folders[0]}"

@@ -69,6 +69,8 @@ class RunFolder:
         self._tracker: Tracker | None = None
         self.keeps_metrics = False
         """Whether the run is over and has the files of `run.metrics`."""
+        self._is_over = False
+        """Whether no round followed the newest checkpoint when the folder was opened."""
         self._has_ended = False
         self._lock: FolderLock | None = None
         self._log_is_refused = False
@@ -175,7 +177,8 @@ class RunFolder:
         known: list[float] = []
         if self.checkpoint is not None and train.patience is not None:
             known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
-        if record is not None and record["train"]["rounds"] == train.rounds and self._is_over(known):
+        self._is_over = is_over(self.store.last_round, train.rounds, known, train.patience)
+        if record is not None and record["train"]["rounds"] == train.rounds and self._is_over:
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
             if record["data"].get("path") == self.config.data.path:
                 return
@@ -189,11 +192,6 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, whole)
-
-    def _is_over(self, known: Sequence[float]) -> bool:
-        """Whether no round follows the newest checkpoint; `known` as in `is_over`."""
-        train = self.config.train
-        return is_over(self.store.last_round, train.rounds, known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout, digest: int) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
@@ -233,8 +231,7 @@ class RunFolder:
         tracker are given up with a warning instead: no result depends on them.
         """
         with self._writing("its CSV files"):
-            known = [] if self.config.train.patience is None else ledger.column(ACCURACY_VAL)
-            ledger.start_files(self.path, self._is_over(known))
+            ledger.start_files(self.path, self._is_over)
         if name := self.config.run.tracker:
             with self._tracker_or_warning():
                 keys = {"folder": str(self.path), **flatten(self.config.tree())}

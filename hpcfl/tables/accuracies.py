@@ -11,7 +11,7 @@ from math import isnan, nan
 import numpy as np
 
 from hpcfl.config.keys import Config, TrainConfig
-from hpcfl.results.comparison import num_partitions
+from hpcfl.results.comparison import num_partitions, samples_of
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import mean_of_known
@@ -173,9 +173,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
 def _same_data(*runs: Run) -> bool:
     """Whether runs have read their data from, or with, the same file of the user's own, and the same ones."""
     files = {(run.record["data"].get("path"), run.record["data"].get("reader")) for run in runs}
-    # older runs have no checksum
-    checksums = {run.environment["samples"] for run in runs if "samples" in run.environment}
-    return len(files) == 1 and len(checksums) <= 1
+    return len(files) == 1 and len(samples_of(*runs)) <= 1
 
 
 def _figures(run: Run, train: TrainConfig) -> dict[str, float]:

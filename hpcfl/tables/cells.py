@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,26 +280,23 @@ class Table:
     def _check_swept(self, layers: Sequence[TableFile]) -> None:
         """Refuse another value of a key that a column's sweep sets: the column's label would be wrong."""
         swept: dict[str, list[str]] = {}
+
+        def check(entry: PartialConfig, free: Collection[str], sets: str, advice: str) -> None:
+            for key in flatten(entry.tree()).keys() & swept.keys():
+                if wrong := [label for label in swept[key] if label not in free]:
+                    raise UserError(f"{self.path}, {sets} {key}, as does column {wrong[-1]}; {advice}")
+
         for layer in layers:
-            again = {column.label for column in layer.columns if column.sweep is not None}
-            for key in flatten(layer.settings.tree()).keys() & swept.keys():
-                if set(swept[key]) <= again:
-                    continue
-                raise UserError(
-                    f"{self.path}, settings set {key}, as does column {swept[key][0]}; leave it out"
-                )
-            for column in layer.columns:
+            here = [column for column in layer.columns if column.sweep is not None]
+            check(layer.settings, {column.label for column in here}, "settings set", "leave it out")
+            for column in here:
                 if column.sweep is not None and column.label in self.columns:
                     swept.setdefault(column.sweep.key, []).append(column.label)
             for row in [row for row in layer.rows if row.label in self.labels]:
                 number = self.labels.index(row.label)
-                for key in flatten(row.tree()).keys() & swept.keys():
-                    for label in reversed(swept[key]):
-                        if label not in (self.rows[number].without or ()):
-                            raise UserError(
-                                f"{self.path}, {place_of('row', number, row.label)} sets {key}, as does "
-                                f"column {label}; leave it out, or name the column in the row's `without`"
-                            )
+                place, free = place_of("row", number, row.label), self.rows[number].without or ()
+                advice = "leave it out, or name the column in the row's `without`"
+                check(row, free, f"{place} sets", advice)
 
     def _check_keys(self, layers: Sequence[TableFile]) -> None:
         """Refuse keys of the first of these files that no cell has: they would change nothing.
@@ -315,14 +312,13 @@ class Table:
         for cell in self.cells:
             by_column.setdefault(cell.column, {}).update(dict.fromkeys(flatten(cell.config.tree())))
         entries: list[tuple[str, PartialConfig, Mapping[str, None]]] = [
-            *[("settings", file.settings, {key: None for keys in by_column.values() for key in keys})]
-            * (not later),
-            *(
-                (place_of("column", number, column.label), column, by_column.get(column.label, {}))
-                for number, column in enumerate(file.columns)
-                if column.label not in changed
-            ),
+            (place_of("column", number, column.label), column, by_column.get(column.label, {}))
+            for number, column in enumerate(file.columns)
+            if column.label not in changed
         ]
+        if not later:
+            of_all = {key: None for keys in by_column.values() for key in keys}
+            entries.insert(0, ("settings", file.settings, of_all))
         for place, entry, known in entries:
             for key in flatten(entry.tree()) if known else ():
                 if key not in known and not key.endswith((".name", ".path")):
