@@ -13,9 +13,10 @@ import numpy as np
 
 from hpcfl.config.keys import flatten
 from hpcfl.errors import UserError
-from hpcfl.formatting import clock, readable_bytes
+from hpcfl.formatting import clock, readable_bytes, times
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
+from hpcfl.results.comparison import samples_of
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
@@ -135,6 +136,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,
+        "clientsRound": int(run.history_rounds[-1]) if len(run.history_rounds) else 0,
         "scored": scored_when(config.method.name, config.train),
         "trainsSome": config.train.participation < 1 or config.clients.loses_members,
         "split": config.run.eval_split,
@@ -166,11 +168,12 @@ def _headline(run: Run, clients: Columns, steps: float) -> list[Json]:
 
     All but those of unseen clients are of the clients in training.
     """
-    best, last, privacy, times = run.best, run.last, run.config.privacy, _times_diverged(run)
+    best, last, privacy, diverged = run.best, run.last, run.config.privacy, _times_diverged(run)
     found = _accuracies(run, clients.get("accuracy", np.empty(0)))
     found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
-    if times:
-        found.append(_figure("Diverged", str(times), times, "clients with nan or infinity, round by round"))
+    if diverged:
+        remark = "clients with nan or infinity, round by round"
+        found.append(_figure("Diverged", str(diverged), diverged, remark))
     if LOST in last:
         lost = last[LOST]
         found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
@@ -216,7 +219,8 @@ def _accuracies(run: Run, accuracies: np.ndarray) -> list[Json]:
     ]
     if len(accuracies):
         worst = worst_tenth(accuracies[:in_training].tolist())
-        found.append(_percent("Worst tenth", worst, "mean of the worst 10 % of the clients"))
+        moment = "" if run.is_finished else f" after round {run.history_rounds[-1]}"
+        found.append(_percent("Worst tenth", worst, f"mean of the worst 10 % of the clients{moment}"))
     if unseen:
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
@@ -237,14 +241,16 @@ def _times_diverged(run: Run) -> int:
 
 def _warnings(run: Run) -> list[str]:
     """Return warnings about the run: which clients diverged."""
-    times = _times_diverged(run)
-    if not times:
+    diverged = _times_diverged(run)
+    if not diverged:
         return []
     clients = np.flatnonzero(run.diverged).tolist()
-    of_clients = f" of {named(clients)}" if clients else ""
+    of_clients = f" ({named(clients)})" if clients else ""
     what = "went on with these" if run.config.run.on_divergence == "continue" else "left them out"
-    rounds = "rounds in which numbers were" if times > 1 else "round in which a number was"
-    return [f"{times} {rounds} nan or infinite{of_clients}; the run {what} (run.on_divergence)."]
+    return [
+        f"Numbers of a client were nan or infinite {times(diverged)}{of_clients}; the run {what} "
+        "(run.on_divergence)."
+    ]
 
 
 def _counted(clients: int) -> str:
@@ -366,5 +372,8 @@ def _keys_that_differ(trees: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     """Return notes about several runs."""
-    differ = _keys_that_differ([run.config.sample_keys() for run in runs])
-    return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."] if differ else []
+    if differ := _keys_that_differ([run.config.sample_keys() for run in runs]):
+        return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."]
+    if len(samples := samples_of(*runs)) > 1:
+        return [f"The data of these runs have changed in between: {', '.join(samples)} (environment)."]
+    return []

@@ -16,6 +16,8 @@ import numpy as np
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 
+MAX_LINES = 20
+"""Clients with a line each, of which the page gets the numbers themselves."""
 STEPS = 254
 """Colours of a picture, without that of nan."""
 UNKNOWN = 255
@@ -99,10 +101,11 @@ def _packed(recorded: Recorded, max_bytes: int) -> Json:
         notes.append(f"{len(kept)} of {len(values)} evaluations")
     values = values[kept].astype(np.float64)
     codes, low, high = _coded(diagnostic, values)
+    is_line = len(axes) == 1 and not diagnostic.is_name and shown <= MAX_LINES and len(kept) > 1
     decoded, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
     # whole numbers such as 0 and 1 are decoded exactly
     is_exact = np.allclose(decoded[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
-    if not diagnostic.is_name and not is_exact:
+    if not diagnostic.is_name and not is_exact and not is_line:
         notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
     return {
         "title": diagnostic.title,
@@ -114,7 +117,7 @@ def _packed(recorded: Recorded, max_bytes: int) -> Json:
         "low": low,
         "high": high,
         "isName": diagnostic.is_name,
-        "codes": base64_of(codes),
+        **({"lines": [numbers(line) for line in values.T]} if is_line else {"codes": base64_of(codes)}),
         "note": "; ".join(notes),
     }
 

@@ -471,7 +471,7 @@ function clientStrips(place, run) {
   const [, numClasses] = run.classes.shape ?? [0, 0];
   const raw = decode(run.classes.counts ?? ""), counts = new Uint16Array(raw.buffer);
   const most = counts.reduce((a, b) => Math.max(a, b), 1);
-  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.${run.numUnseen ? " Pale bars: unseen clients, which take no part in training." : ""}`);
+  caption(place, "Accuracy of each client beside its classes", `Left: accuracy ${run.isFinished ? "at the end" : `after round ${run.clientsRound}`} (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.${run.numUnseen ? " Pale bars: unseen clients, which take no part in training." : ""}`);
   const label = make(make(place, "div", { class: "controls" }), "label", {}, "order");
   const select = make(label, "select"), holder = make(place, "div");
   const orders = { client: (c) => c, accuracy: (c) => -(accuracy[c] ?? -1), samples: (c) => -(samples?.[c] ?? 0), "main class": (c) => numClasses && counts.subarray(c * numClasses, (c + 1) * numClasses).reduce((best, value, n, all) => (value > all[best] ? n : best), 0) };
@@ -584,17 +584,18 @@ function confusion(place, run) {
 /* ---- spread of the clients' accuracy, a row a run ---- */
 function distribution(place, runs) {
   const trained = (run) => (run.clients.accuracy ?? []).slice(0, run.clients.accuracy?.length - run.numUnseen);
-  const note = runs.some((run) => run.numUnseen) ? " Unseen clients are left out." : "";
+  const early = runs.filter((run) => !run.isFinished && run.clients.accuracy).map((run) => `${run.label} after round ${run.clientsRound}`);
+  const note = (runs.some((run) => run.numUnseen) ? " Unseen clients are left out." : "") + (early.length ? ` Not finished: ${early.join(", ")}.` : "");
   const known = runs.map((run) => trained(run).filter(isKnown).sort((a, b) => a - b));
   const hasDots = (values) => values.length <= 200 && runs.length <= 40, counted = known.filter((values) => values.length);
   const dots = counted.every(hasDots) ? "Each dot is a client; the" : counted.some(hasDots) ? "Each dot is a client, of runs with at most 200; the" : "The";
-  caption(place, "Final accuracy over the clients", `${dots} box spans the middle half, the line the middle eight tenths.${note}`);
+  caption(place, "Accuracy over the clients", `${dots} box spans the middle half, the line the middle eight tenths.${note}`);
   const holder = make(place, "div");
   const quantile = (values, share) => values[Math.min(values.length - 1, Math.round(share * (values.length - 1)))];
   const draw = () => {
     holder.replaceChildren();
     const row = 30, asTick = (value) => `${Number((100 * value).toFixed(1))} %`;
-    const [svg, toX] = rowsOf(holder, widthOf(place), runs.map((run) => run.label), row, extent(known.flat()), "accuracy", asTick, "Final accuracy over the clients by run");
+    const [svg, toX] = rowsOf(holder, widthOf(place), runs.map((run) => run.label), row, extent(known.flat()), "accuracy", asTick, "Accuracy over the clients by run");
     runs.forEach((run, number) => {
       const values = known[number], y = number * row + row / 2, style = styleOf(number);
       if (!values.length) return;
@@ -653,10 +654,9 @@ const DRAWINGS = {
   distribution: (place, runs) => distribution(place, runs),
   picture: (place, [run]) => {
     const spec = run.pictures[Number(place.dataset.picture)];
-    if (spec.axes.length > 1 || spec.isName || spec.shape[0] > 20 || spec.rounds.length < 2) return picture(place, run, spec);
-    const codes = decode(spec.codes), [count] = spec.shape, value = (code) => (code === UNKNOWN ? null : spec.low + (code / STEPS) * (spec.high - spec.low));
-    const series = Array.from({ length: count }, (_, c) => ({ name: `client ${c}`, x: spec.rounds, y: spec.rounds.map((_, e) => value(codes[e * count + c])) }));
-    return lines(place, { title: spec.title, remark: spec.caption, x: ROUND, y: { label: spec.quantity, format: decimal, bound: spec.low < spec.high ? [spec.low, spec.high] : null }, series });
+    if (!spec.lines) return picture(place, run, spec);
+    const series = spec.lines.map((y, c) => ({ name: `client ${c}`, x: spec.rounds, y }));
+    return lines(place, { title: spec.title, remark: spec.caption + (spec.note ? ` Shown: ${spec.note}.` : ""), x: ROUND, y: { label: spec.quantity, format: decimal, bound: spec.low < spec.high ? [spec.low, spec.high] : null }, series });
   },
   bytes: (place, runs, isOne) => {
     const parts = ["down", "up"], [{ layerBytes }] = runs, total = (run, way) => (run.layerBytes[way] ?? []).reduce((a, b) => a + b, 0);

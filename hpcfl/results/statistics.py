@@ -16,7 +16,8 @@ class Interval:
 
     mean: float
     half_width: float
-    """Half the width of the interval; nan without one, as of a single difference."""
+    """Half the width of the interval; nan without one: of a single difference, or of equal ones, whose spread
+    of 0 says nothing."""
     count: int
 
 
@@ -44,9 +45,10 @@ class PairedDifference:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the mean of values with Student's interval."""
+    """Return the mean of values, at least one, with Student's interval."""
     count = len(values)
-    if count < 2:
+    # means of few samples are often equal but for rounding
+    if max(values) - min(values) < 1e-12:
         return Interval(statistics.fmean(values), math.nan, count)
     # its import takes a quarter of a second, and most runs end without an interval
     from scipy.special import stdtrit

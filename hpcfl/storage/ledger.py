@@ -280,8 +280,11 @@ class Ledger:
         self._steps = self._train_s = 0.0
 
     def forget_last_evaluation(self) -> None:
-        """Remove the newest evaluation."""
-        self.metrics.pop()
+        """Remove the newest evaluation; its steps count for the next one."""
+        newest = dict(zip(self.columns, self.metrics.pop(), strict=True))
+        seconds = newest["train_s"] - (self.last("train_s") if self.metrics else 0.0)
+        self._steps += round(newest["client_steps_per_s"] * seconds)
+        self._train_s += seconds
         for entries in self.evaluated.values():
             entries.pop()
 

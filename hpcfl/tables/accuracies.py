@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isnan, nan
 
 import numpy as np
 
 from hpcfl.config.keys import Config, TrainConfig
+from hpcfl.privacy import drawn_clients
 from hpcfl.results.comparison import num_partitions, samples_of
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
@@ -86,10 +88,10 @@ class Result:
 
     @property
     def accuracy_by_class(self) -> np.ndarray:
-        """Mean over the seeds of `Run.accuracy_by_class` [K]; nan for a class that a seed does not have."""
-        found = [values for run in self.runs.values() if len(values := run.accuracy_by_class)]
-        classes = min(map(len, found), default=0)
-        return np.mean([values[:classes] for values in found], axis=0) if found else np.empty(0)
+        """Mean of `Run.accuracy_by_class` [K] over the seeds that have the class; nan where none has it."""
+        found = [run.accuracy_by_class for run in self.runs.values()]
+        by_class = itertools.zip_longest(*found, fillvalue=nan)
+        return np.array([mean_of_known(np.array(values)) for values in by_class])
 
     def deviation(self, name: str) -> float | None:
         return mean_and_deviation(self.values(name))[1]
@@ -180,9 +182,12 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
     """Return what a finished run gave and cost."""
     last, best, clients = run.last, run.best, run.in_training
     accuracies = clients["accuracy"].tolist()
-    private = run.record.get("privacy", {}).get("unit") == "client"
-    members = train.participation * len(accuracies) if private else train.cohort_size(len(accuracies))
-    turns = {"down": run.done * members, "up": run.done * members - last.get("lost", 0.0)}
+    members = float(run.done * train.cohort_size(len(accuracies)))
+    if run.config.privacy.unit == "client":
+        drawn = partial(drawn_clients, len(accuracies), train.participation, run.config.run.seed)
+        members = float(sum(len(drawn(number)) for number in range(run.done)))
+    silent = last.get("lost", 0.0) + last["diverged"] * (run.config.run.on_divergence == "skip")
+    turns = {"down": members, "up": members - silent}
     # no steps where all members of all rounds in between were lost
     rates = [rate for rate in run.metrics["client_steps_per_s"].tolist() if rate]
     sent = {

@@ -264,12 +264,13 @@ def _draw_matrices(
 
 def _ends(drawing: HeatMaps, matrices: Sequence[np.ndarray]) -> tuple[float, float]:
     """Return the values of the palest and of the darkest colour."""
-    values = np.concatenate([matrix.ravel() for matrix in matrices])
-    high = float(values.max())
+    values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
+    high = float(max(values, default=0.0))
     if drawing.scale == "log":
         low = drawing.low or float(min(values[values > 0], default=1.0))
         return low, max(high, 10 * low)
-    low = min(0.0, float(values.min())) if drawing.low is None else drawing.low
+    low = float(min(values, default=0.0))
+    low = min(0.0, low) if drawing.low is None else drawing.low
     return low, high if high > low else low + 1
 
 

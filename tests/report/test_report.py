@@ -79,6 +79,7 @@ def test_the_page_of_an_unfinished_run_shows_its_rounds_so_far(tmp_path: Path) -
     (run,) = reported(tmp_path / "page.html", folder)["runs"]
     assert (run["isFinished"], run["done"], len(run["clients"]["accuracy"])) == (False, 4, 5)
     assert run["clients"]["train_samples"] == [40] * 5
+    assert headline(run, "remark")["Worst tenth"] == "mean of the worst 10 % of the clients after round 4"
 
 
 @pytest.mark.parametrize("unseen", [None, np.full((2, 2), 0.5)])
@@ -120,6 +121,7 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     (folder / "clients.csv").unlink()
     other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
     going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
+    remarks["Worst tenth"] += " after round 3"
     assert (headline(going, "text"), headline(going, "remark")) == (texts, remarks)
     assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
     assert going["clients"]["accuracy_after_training"][4:] == [None, None]
@@ -276,15 +278,31 @@ def codes(picture: Any) -> list[int]:
     return list(base64.b64decode(picture["codes"]))
 
 
+AXES = ("client", "path")
+
+
+def test_a_line_for_each_client_has_the_numbers_themselves() -> None:
+    one = Diagnostic("a", ("client",), "", "", low=0, high=1)
+    values = np.array([[0.5, 0.4981], [0.5006, np.nan], [0.5093, 0.5]])
+    (packed,) = packed_pictures([Recorded(one, values, np.arange(3))], 100)
+    assert packed["lines"] == [[0.5, 0.5006, 0.5093], [0.4981, None, 0.5]]
+    assert (packed["note"], "codes" in packed) == ("", False)
+    # too many for lines: a matrix in colours
+    (packed,) = packed_pictures([Recorded(one, np.repeat(values, 20, axis=1), np.arange(3))], 1000)
+    assert len(codes(packed)) == 3 * 40
+    assert "lines" not in packed
+
+
 def test_values_are_coded_as_bytes_between_the_bounds() -> None:
     values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
-    (packed,) = packed_pictures([Recorded(Diagnostic("a", ("client",), "", "", low=0), values, rounds)], 100)
+    one = Recorded(Diagnostic("a", AXES, "", "", low=0), values.reshape(2, 2, 2), rounds)
+    (packed,) = packed_pictures([one], 100)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
     assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
     assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
     # a declared bound holds unless values are beyond it
-    wide = Diagnostic("a", ("client",), "", "", low=-2, high=1)
-    (packed,) = packed_pictures([Recorded(wide, values, rounds)], 100)
+    wide = Diagnostic("a", AXES, "", "", low=-2, high=1)
+    (packed,) = packed_pictures([Recorded(wide, values.reshape(2, 2, 2), rounds)], 100)
     assert (packed["low"], packed["high"]) == (-2, 2)
     names = np.array([[0, 3, -1]])
     cluster = Diagnostic("a", ("client",), "", "", is_name=True)
@@ -345,7 +363,7 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     keys = ["run.on_divergence=skip"]
     some = make_run(tmp_path / "pfedla", rising(3, 6), keys, diverged=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    expected = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
+    expected = "Numbers of a client were nan or infinite 6 times (clients 1 and 4); the run left them out"
     for is_finished in (True, False):
         if not is_finished:
             (some / "clients.csv").unlink()

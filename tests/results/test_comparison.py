@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +64,13 @@ def test_differences_intervals_and_keys_equal_those_by_hand(
 
 def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path) -> None:
     runs = [
-        made(tmp_path / f"{lr}-s{seed}", f"train.lr={lr}", f"run.seed={seed}", accuracies=(lr,) * 4)
-        for lr in (0.1, 0.2)
+        made(tmp_path / f"{lr}-s{seed}", f"train.lr={lr}", f"run.seed={seed}", accuracies=accuracies)
+        for lr, accuracies in {0.1: (0.1,) * 4, 0.2: (0.2, 0.2, 0.19, 0.21)}.items()
         for seed in (0, 1)
     ]
     text = str(hpcfl.compare(*runs))
-    assert "\ntrain.lr=0.1 - train.lr=0.2  -10.00" in text
-    assert "± 0.00 *" in text
+    # both seeds have the same difference: an interval over them would have the width 0
+    assert re.search(r"\ntrain\.lr=0\.1 - train\.lr=0\.2 +-10\.00 +± 0\.63 \* +8 +- +2\n", text)
     assert "*: the interval excludes 0. The interval over clients and seeds" in text
 
 
@@ -108,6 +109,12 @@ def test_runs_between_which_the_data_have_changed_are_refused(
     assert main(["compare", str(tmp_path / "A"), str(tmp_path / "B")]) == FINISHED
     line = refused(capsys, "compare", tmp_path / "A", tmp_path / "C")
     assert "cannot be compared: their data have changed in between (00c0ffee and 0badf00d in the" in line
+    page = tmp_path / "page.html"
+    for other, is_noted in (("B", False), ("C", True)):
+        assert main(["report", str(tmp_path / "A"), str(tmp_path / other), "--out", str(page)]) == FINISHED
+        assert (
+            "The data of these runs have changed in between: 00c0ffee, 0badf00d" in page.read_text()
+        ) == is_noted
 
 
 def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:

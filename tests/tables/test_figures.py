@@ -118,6 +118,8 @@ def test_an_interval_is_that_of_student_s_t() -> None:
     assert (found.mean, found.count) == (3.0, 3)
     assert found.half_width == pytest.approx(4.9683, abs=1e-4)
     assert math.isnan(interval([1.0]).half_width)
+    # 0.1 + 0.2 is not quite 0.3
+    assert math.isnan(interval([0.1 + 0.2, 0.3]).half_width)
 
 
 def test_paired_differences_are_over_seeds_and_over_clients() -> None:
@@ -292,7 +294,7 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
     of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
-    assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +± 0\.0 \* +2 ", text)
+    assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +- +2 ", text)
     assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seed missing +-$", text, re.MULTILINE)
     (table.cells_of("theirs", "easy")[2].folder / "clients.csv").unlink()
     text = write(table)
@@ -326,6 +328,17 @@ def test_the_printed_table_is_as_expected(table: Table) -> None:
     assert {"after training", "1,000", "10 + 2"} <= set(ours)
     assert "5" in theirs
     assert alone[:2] == ["alone", "missing"]
+
+
+def test_members_that_were_left_out_have_sent_nothing(table: Table) -> None:
+    for cell in table.cells_of("ours_1", "easy"):
+        shutil.rmtree(cell.folder)
+        # 16 of 32 turns
+        finish(cell, ACCURACIES["ours_1"][cell.seed], diverged=16)
+        record = cell.folder / "config.yaml"
+        record.write_text(record.read_text().replace("on_divergence: stop", "on_divergence: skip"))
+    found = read_results(table)[0]
+    assert (found.mean("bytes_down"), found.mean("bytes_up"), found.mean("other_bytes_up")) == (1000, 20, 4)
 
 
 def test_a_file_chooses_what_is_shown(table: Table) -> None:
@@ -369,13 +382,15 @@ def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
         rows[0]["auc"] = 0.25 if cell.seed else math.nan
         write_csv(cell.folder / "clients.csv", rows)
         counts = [(0, 0, 0, 3), (1, 0, 2, 1), (1, 2, 2, cell.seed), (2, 2, 0, 2 - cell.seed)]
+        # a class that the first seed does not have
+        counts += [(2, 3, 3, cell.seed)]
         cells = [dict(zip(header, line, strict=True)) for line in counts if line[-1]]
         write_csv(cell.folder / "confusion.csv", cells)
     text = write(table)
-    # by seed 15, 25 and 35 %; class 1 is of no client, and class 2 is right for seed 1 half, for 2 wholly
+    # by seed 15, 25 and 35 %; class 1 is of no client, class 2 is right for seed 1 half, for 2 wholly
     assert rows_below("easy:", text, 3) == [
         ["method", "macro F1, %", "AUC, %", "accuracy by class, %"],
-        ["ours_1", "25.0 ± 10.0", "25.0 ± 0.0 (11 of 12 clients)", "75.0 - 50.0"],
+        ["ours_1", "25.0 ± 10.0", "25.0 ± 0.0 (11 of 12 clients)", "75.0 - 50.0 100.0"],
         ["theirs"],
     ]
     assert "finished cells without macro_f1, auc, by_class: 3;" in text

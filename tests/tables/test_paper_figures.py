@@ -22,9 +22,11 @@ from hpcfl.data import bundled
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
+from hpcfl.tables import drawing
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics_csv import evaluations, read_histories
+from hpcfl.tables.file import HeatMaps
 from hpcfl.tables.write_results import write_from_histories
 
 if TYPE_CHECKING:
@@ -217,6 +219,30 @@ def test_the_matrix_of_one_client_shows_its_layers(toy: dict[str, Figure], whole
     assert [tick.get_text() for tick in first.get_yticklabels()] == ["fc2", "conv1"]
     assert (first.get_title(), second.get_title()) == ("gamma = 0.9", "gamma = 0.5")
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
+
+
+UNKNOWN = """
+title: Nobody has uploaded yet
+seeds: [0]
+settings: {clients: {drop_rate: 0.999999}}
+rows: [{label: pFedGraph, method: {name: pfedgraph}}]
+figure:
+  - {draw: heat_maps, quantity: collaboration}
+  - {draw: heat_maps, quantity: collaboration, scale: log}
+"""
+
+
+@pytest.mark.usefixtures("png_alone")
+def test_unknown_values_have_no_effect_on_the_colours(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "unknown.yaml"
+    file.write_text(UNKNOWN)
+    assert main(["table", str(file), *words[1:], "--out", str(tmp_path / "out"), "--quiet"]) == FINISHED
+    linear, log = drawn([str(file), *words[1:]], tmp_path / "out", "unknown.yaml").values()
+    assert np.isnan(np.asarray(panels(linear)[0].images[0].get_array())).all()
+    assert panels(linear)[0].images[0].get_clim() == (0, 1)
+    assert panels(log)[0].images[0].get_clim() == (1, 10)
+    part = [np.array([[np.nan, -5.0], [3.0, 40.0]])]
+    assert drawing._ends(HeatMaps(draw="heat_maps", quantity="alpha"), part) == (-5, 40)
 
 
 def test_a_matrix_of_clients_by_layers_shows_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
