@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import PrivacyConfig
 from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Layer, Tensors, columns
@@ -92,9 +93,16 @@ class PrivateUploads:
             return cohort
         return Cohort(cohort.round, cohort.clients, torch.ones_like(cohort.num_samples), cohort.workers)
 
-    def before(self, server: Tensors) -> Tensors:
-        """Return copies of what is about to be averaged."""
-        return {name: server[name].clone() for name in self._names if self.is_on and name in server}
+    def before(self, server: Tensors, up: Upload) -> Tensors:
+        """Return copies of what is about to be averaged; TypeError if a cohort's upload has more."""
+        if not self.is_on:
+            return {}
+        if unprotected := [name for name in up.outline.per_client if name not in server]:
+            raise TypeError(
+                f"clients send {', '.join(unprotected)}, which would get no noise with privacy.unit=client: "
+                "the server's state must have a tensor of that name, their mean"
+            )
+        return {name: server[name].clone() for name in self._names if name in server}
 
     def step(self, server: Tensors, before: Tensors, cohort: Cohort, masks: dict[str, Tensor]) -> None:
         """Replace the step from `before` to the mean over a cohort, which may be empty, by the private one.

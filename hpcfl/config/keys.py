@@ -342,7 +342,7 @@ class ClientsConfig(Settings):
     """Probability that a member of a cohort is lost before it trains, drawn by client and round; default, or
     0: none is lost."""
     step_s: float | None = Field(None, ge=0)
-    """Simulated seconds of one mini-batch of a client with factor 1 (`clients.slowness`); default: no
+    """Simulated seconds of one training step of a client with factor 1 (`clients.slowness`); default: no
     simulated clock. metrics.csv gets a column `simulated_s`: a round lasts as long as the slowest of the
     members that are not left out."""
     slowness: Annotated[float | None, Field(ge=0), means_null(0)] = None

@@ -122,6 +122,12 @@ def _places(
     return offset, count
 
 
+def is_normalised_by_training(arrays: Arrays, setting: str | Sequence[Sequence[float]]) -> bool:
+    """Whether means and deviations come from the training samples."""
+    is_asked = setting == "standard" or (setting == "auto" and not arrays.mean)
+    return is_asked and arrays.sample.kind != "tokens"
+
+
 def resolve_normalisation(
     arrays: Arrays, setting: str | Sequence[Sequence[float]], train: np.ndarray
 ) -> tuple[Channels, Channels]:
@@ -139,7 +145,7 @@ def resolve_normalisation(
         UserError: unknown setting, another number of channels, or a std that is not positive.
     """
     num_channels = arrays.sample.channels
-    if setting == "standard" or (setting == "auto" and not arrays.mean):
+    if is_normalised_by_training(arrays, setting):
         mean, std = _of_samples(arrays, train)
     elif isinstance(setting, str):
         mean, std = _named_normalisation(arrays, setting)

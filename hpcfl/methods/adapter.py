@@ -200,7 +200,7 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        before, unnoised = self._optimiser.before(server), self._private.before(server)
+        before, unnoised = self._optimiser.before(server), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)

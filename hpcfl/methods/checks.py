@@ -52,6 +52,8 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     if wrong := [unit for unit in kind.privacy_units if unit not in get_args(PrivacyUnit)]:
         units = ", ".join(get_args(PrivacyUnit))
         raise TypeError(f"{kind.__name__}.privacy_units has {wrong[0]!r}; allowed: {units}")
+    if "client" in kind.privacy_units and hasattr(kind, "client_request"):
+        raise TypeError(f"{kind.__name__}.privacy_units names client, and requests get no noise; remove it")
     if not isinstance(kind.traits, Traits):
         raise TypeError(f"{kind.__name__}.traits is no Traits; write traits = FedAvg.traits.replace(...)")
     if not isinstance(kind.diagnostics, tuple):

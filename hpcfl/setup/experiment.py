@@ -28,7 +28,7 @@ from hpcfl.data.partitions import (
     partition_given,
     partition_in_domains,
 )
-from hpcfl.data.shard import Shard, resolve_normalisation
+from hpcfl.data.shard import Shard, is_normalised_by_training, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError, printable
@@ -219,7 +219,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_chain(method, world.num_workers)
     check_large_state(method, world)
     check_single_samples(method)
-    check_private_data(config.privacy, config.data.normalise, data)
+    check_private_data(config.privacy, is_normalised_by_training(arrays, config.data.normalise))
     check_candidates(method.context)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 

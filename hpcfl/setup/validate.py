@@ -15,7 +15,6 @@ from hpcfl.machine import memory_bytes
 from hpcfl.methods import Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.privacy import accounting_library
-from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.engines import has_bfloat16
 
 SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
@@ -24,11 +23,19 @@ checked: it has some tens of models per client at most."""
 
 
 def check_chain(method: Method, num_workers: int) -> None:
-    """Raise UserError if several workers would train clients that must train one after the other."""
-    if method.sequential is not None and num_workers > 1:
+    """Raise UserError if several workers would train clients that must train one after the other, or if a
+    clock would time these as if they trained at the same time."""
+    if method.sequential is None:
+        return
+    if num_workers > 1:
         raise UserError(
             f"{method.sequential} trains a round's clients one after the other and needs a single worker, "
             f"not {num_workers}: start one or two ranks, or remove this key"
+        )
+    if method.context.clients.step_s is not None:
+        raise UserError(
+            f"{method.sequential} trains a round's clients one after the other, and the clock of clients."
+            "step_s times clients that train at the same time; remove one of these keys"
         )
 
 
@@ -101,13 +108,13 @@ def check_large_state(method: Method, world: Communicator) -> None:
         raise UserError(reason)
 
 
-def check_private_data(privacy: PrivacyConfig, normalise: object, data: DataRecord) -> None:
-    """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden
-    (`data.normalise`), or the accountant is not installed."""
+def check_private_data(privacy: PrivacyConfig, is_normalised_by_training: bool) -> None:
+    """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden, or the
+    accountant is not installed."""
     if privacy.unit is None:
         return
     accounting_library()
-    if normalise == "auto" and data.sample.kind in ("series", "features"):
+    if is_normalised_by_training:
         raise UserError(
             f"privacy.unit={privacy.unit} would not hide the means and deviations by which "
             "data.normalise=auto scales these samples; set data.normalise=none, or numbers that are public"

@@ -22,25 +22,26 @@ BINS = 15
 def confusion(probabilities: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return how often each class (rows) is predicted as each class (columns), int64 [K, K].
 
-    Takes class probabilities [n, K] and classes [n], at least one; of equal probabilities the first counts.
+    Takes class probabilities [n, K] and classes [n]; of equal probabilities the first counts. Samples whose
+    probabilities are nan are left out: no class is predicted.
     """
-    classes = probabilities.shape[1]
-    cells = y * classes + probabilities.argmax(axis=1)
+    classes, is_known = probabilities.shape[1], ~np.isnan(probabilities).any(axis=1)
+    cells = (y * classes + probabilities.argmax(axis=1))[is_known]
     return np.bincount(cells, minlength=classes**2).reshape(classes, classes)
 
 
 def metrics_of(probabilities: np.ndarray, y: np.ndarray) -> tuple[float, ...]:
     """Return CLIENT_METRICS of class probabilities float64 [n, K] and classes [n], at least one.
 
-    `auc` and `calibration_error` are nan if a probability is.
+    They are nan if a probability is.
     """
+    if np.isnan(probabilities).any():
+        return (np.nan,) * len(CLIENT_METRICS)
     counts = confusion(probabilities, y)
     correct, own, predicted = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
     held, known = np.flatnonzero(own), own + predicted > 0
     recall = correct[held] / own[held]
     f1 = 2 * correct[known] / (own + predicted)[known]
-    if np.isnan(probabilities).any():
-        return float(recall.mean()), float(f1.mean()), np.nan, np.nan
     areas = [_area(probabilities[:, label], y == label) for label in held] if len(held) > 1 else [np.nan]
     top, is_right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
     bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], top)

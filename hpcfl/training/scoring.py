@@ -62,9 +62,13 @@ class BatchedScorer:
 
 
 def correctness_and_loss(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether each sample's class [..., n] is the likeliest of [..., n, K], and its loss; float64."""
-    is_right = (probabilities.argmax(dim=-1) == y).double()
+    """Return whether each sample's class [..., n] is the likeliest of [..., n, K], and its loss; float64.
+
+    A sample whose probabilities are nan is not right. A loss is 87.3 at most, that of the smallest float32.
+    """
     chosen = probabilities.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    # argmax takes nan for the largest
+    is_right = ((probabilities.argmax(dim=-1) == y) & ~chosen.isnan()).double()
     return is_right, -chosen.clamp(min=torch.finfo(chosen.dtype).tiny).double().log()
 
 

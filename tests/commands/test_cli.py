@@ -93,6 +93,7 @@ MISTAKES = [
         "the run gets its stop signal; give --time 00:03:00 or more",
     ),
     (["plan", "--ranks", "3", "method.name=fedmn", "method.order=chain"], "and needs a single worker"),
+    (["method.name=fedmn", "method.order=chain", "clients.step_s=1"], "times clients that train at the same"),
     (["clients.sampling=power_of_choice", "clients.candidates=3"], "=3 are too few for the 10 clients of a"),
     (["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"], "null does not go"),
     (["train.beta1=0.5"], "train.beta1=0.5 needs train.optimiser=adam or adamw; set that, or"),

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from bits import differing, method_settings, run_here, run_killed_in_round, tiny_settings
+from bits import differing, method_settings, read_csv, run_here, run_killed_in_round, tiny_settings
 from by_hand import gradient
 from harness import SMALL, UNEQUAL, Run
 from processes import run_in_one_world
 from torch import Tensor
 
-from hpcfl.communication.messages import Message
+import hpcfl
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import PrivacyConfig
-from hpcfl.errors import UserError
+from hpcfl.errors import FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.base import State, TwoPhaseMethod
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Layer
 from hpcfl.privacy import PrivateUploads, drawn_clients, epsilon_after, epsilon_of_samples
@@ -244,6 +247,26 @@ def test_the_bits_depend_neither_on_the_ranks_nor_on_a_kill(
             assert epsilons[-1] == epsilon_after(privacy, 0.5, 3)
 
 
+TABLE = """
+title: Cohorts of random sizes
+seeds: [0, 1]
+settings: {train: {participation: 0.1, rounds: 6}, data: {clients: 10}}
+rows: [{method: {name: fedavg}}]
+"""
+
+
+def test_a_table_counts_the_clients_that_were_drawn(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text(TABLE)
+    words = [word for word in tiny_settings(digits) if "clients" not in word and "participation" not in word]
+    words += ["model.batchnorm=false", *OF_CLIENTS]
+    assert main(["table", str(tmp_path / "table.yaml"), *words, "--out", str(tmp_path / "out")]) == FINISHED
+    (line,) = read_csv(tmp_path / "out" / "table.csv")
+    model = load_run(tmp_path / "out" / "fedavg-s0").models.saved(0)["theta"]
+    drawn = [sum(len(drawn_clients(10, 0.1, seed, number)) for number in range(6)) for seed in (0, 1)]
+    assert drawn != [6, 6]
+    assert (line["bytes_down"], line["bytes_up"]) == (str(4 * len(model)),) * 2
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -271,6 +294,52 @@ def test_mistakes_are_refused_with_one_line(words: list[str], message: str) -> N
         Run(*words, "method.name=fedavg")
     assert message in str(found.value)
     assert "\n" not in str(found.value)
+
+
+READER = """
+import numpy as np
+from hpcfl.data.arrays import Arrays
+from hpcfl.data.sources import Source
+
+def read(path):
+    x = np.random.default_rng(0).normal(37, 5, (400, 1, 8, 8)).astype(np.float32)
+    return Arrays(x, np.arange(400) % 4, 4, 1.0, (), ())
+
+SOURCE = Source("mine", read=read)
+"""
+
+
+@pytest.mark.quick
+def test_images_without_public_constants_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(READER)
+    words = [f"data.reader={tmp_path / 'mine.py'}", "method.name=fedavg", "model.name=mlp", "data.clients=4"]
+    with pytest.raises(UserError, match=r"would not hide the means and deviations"):
+        hpcfl.run(*words, *OF_CLIENTS, out=tmp_path / "run")
+
+
+class Shares(FedAvg):
+    """FedAvg whose server also keeps the mean of the clients' class counts."""
+
+    name = "shares"
+    privacy_units = ("client",)
+    traits = FedAvg.traits.replace(averages=("theta", "shares"))
+
+    def server_state(self) -> State:
+        return super().server_state() | {"prior": torch.zeros(self.context.num_classes)}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return super().download(server, cohort) | Message(shared={"shares": server["prior"]})
+
+    def train(self, clients: ClientGroup, down: Message) -> Message:
+        counts = clients.class_counts(self.context.num_classes)
+        return super().train(clients, down) | Message(per_client={"shares": counts})
+
+
+def test_what_gets_no_noise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"clients send shares, which would get no noise with privacy\.unit"):
+        hpcfl.run(*SMALL, *PLAIN, *OF_CLIENTS, method=Shares, out=tmp_path / "run")
+    with pytest.raises(TypeError, match=r"Asks\.privacy_units names client, and requests get no noise"):
+        type("Asks", (TwoPhaseMethod,), {"name": "asks", "privacy_units": ("client",)})
 
 
 @pytest.mark.quick

@@ -63,8 +63,7 @@ def test_a_calibration_error_by_hand() -> None:
     assert found == pytest.approx((abs(1 - 0.8 - 0.79) + abs(1 - 0.9) + abs(0 - 0.6)) / 4)
 
 
-def test_auc_and_calibration_need_probabilities() -> None:
-    probabilities = np.array([[0.8, 0.2], [np.nan, np.nan], [0.1, 0.9]])
-    recall, f1, area, error = metrics_of(probabilities, np.array([0, 0, 1]))
-    assert (recall, f1) == (1.0, 1.0)
-    assert np.isnan([area, error]).all()
+def test_metrics_need_probabilities() -> None:
+    probabilities, y = np.array([[0.8, 0.2], [np.nan, np.nan], [0.1, 0.9]]), np.array([0, 0, 1])
+    assert np.isnan(metrics_of(probabilities, y)).all()
+    assert confusion(probabilities, y).tolist() == [[1, 0], [0, 1]]

@@ -18,7 +18,7 @@ from hpcfl.simulation.federation import Federation
 from hpcfl.training import scoring
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import class_probabilities
-from hpcfl.training.scoring import BatchedScorer
+from hpcfl.training.scoring import BatchedScorer, correctness_and_loss
 
 SIZES = (13, 1, 8, 3)
 
@@ -67,6 +67,9 @@ def test_a_diverged_client_does_not_change_the_scores_of_others() -> None:
     model = Message(per_client={"theta": theta, BUFFERS: buffers}, num_clients=4)
     found = scorer.scores(model, place.shard, "train", range(4))
     assert found.isnan().any(dim=1).tolist() == [False, True, False, False]
+    # a model of nan predicts no class, not the first one
+    assert found[1, 0] == 0
+    assert correctness_and_loss(torch.full((4, 3), torch.nan), torch.tensor([0, 0, 0, 1]))[0].sum() == 0
 
 
 @pytest.mark.parametrize("method", ["fedavg", "local", "fedem", "fedrod"])
