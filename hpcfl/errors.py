@@ -95,7 +95,7 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def for_terminal(error: Exception) -> str:
+def for_terminal(error: Exception | str) -> str:
     """Return an error as one line of at most `MAX_CHARACTERS`."""
     line = printable(" ".join(str(error).splitlines()))
     half = MAX_CHARACTERS // 2

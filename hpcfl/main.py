@@ -31,7 +31,17 @@ from hpcfl.commands.arguments import command_line, is_bare_key, is_file, run_par
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config
-from hpcfl.errors import BROKEN_PIPE, FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
+from hpcfl.config.own_code import mistake_in_own_code
+from hpcfl.errors import (
+    BAD_INPUT,
+    BROKEN_PIPE,
+    FINISHED,
+    INTERRUPTED,
+    STOPPED,
+    StorageError,
+    UserError,
+    for_terminal,
+)
 from hpcfl.formatting import did_you_mean
 from hpcfl.registries import load_config
 from hpcfl.simulation.stopping import StopFlag
@@ -57,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        if (line := mistake_in_own_code(error)) is None:
+            raise
+        print_line(f"hpcfl: error: {for_terminal(line)}", sys.stderr)
+        return BAD_INPUT
 
 
 def _names_a_command(arguments: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -373,6 +374,47 @@ def test_mistakes_inside_a_file_are_reported(
     assert old in FILES[key]
     files[key].write_text(FILES[key].replace(old, new))
     assert expected in refused(capsys, f"{key}={files[key]}", *TINY)
+
+
+FAULTS = {
+    "no message": ("pass", r"hpcfl: error: own\.py: TypeError: Own\.train returned a NoneType; return .*"),
+    "no such tensor": ("return down['thta']", r"hpcfl: error: own\.py, line 6, in train: KeyError: .*thta.*"),
+    "of torch": (
+        "return down['theta'] @ down['theta']",
+        r"hpcfl: error: own\.py, line 6, in train: RuntimeError: .*",
+    ),
+}
+FAULTY = """from hpcfl.methods.fedavg import FedAvg
+
+
+class Own(FedAvg):
+    def train(self, clients, down):
+        {}
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mistake_in_a_round_is_one_line(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body, expected = FAULTS[fault]
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(FAULTY.format(body))
+    assert re.fullmatch(
+        expected, refused(capsys, "run", *TINY, "method.path=own.py", "--out", "run", "--quiet")
+    )
+
+
+def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
+    (tmp_path / "own.py").write_text(FAULTY.format("return down['thta']"))
+    given = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run")]
+    done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
+    assert done.returncode == BAD_INPUT
+    found = [line for line in done.stderr.splitlines() if "own.py" in line]
+    assert found
+    for line in found:
+        assert re.fullmatch(r"hpcfl: error: .*own\.py, line 6, in train: KeyError: .*thta.*", line)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("module", ["hpcfl", "hpcfl.main"])

@@ -90,6 +90,7 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         of_word = [key for key in known if any(f"{name}.".startswith(f"{word}.") for name in _names(key))]
         if not of_word and word in _groups_of_kinds():
             raise UserError(f"{word} has no keys of its own; see hpcfl list keys")
+        of_word = of_word or [key for key in known if any(name.startswith(word) for name in _names(key))]
         if not of_word:
             name, _, path = word.partition("=")
             for kind, registry in _REGISTRIES.items():

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 
 from hpcfl.communication.heartbeat import Heartbeat, die_with_launcher
+from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import (
+    BAD_INPUT,
     INTERRUPTED,
     ForcedStop,
     RankTimeoutError,
@@ -501,7 +503,8 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
     The failing rank prints its traceback, headed by rank and host, and aborts with exit code 1. Where
     several ranks fail at once, the lowest prints first and the others are usually gone before they do.
     UserError and SystemExit pass through; so does everything in a serial world, where Python does the same.
-    RankTimeoutError, StorageError and ForcedStop print one line and no traceback.
+    RankTimeoutError, StorageError, ForcedStop and errors in a user's own file print one line and no
+    traceback; the latter have exit code 2.
     """
     try:
         yield
@@ -516,6 +519,8 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
             world.abort(INTERRUPTED)
         if isinstance(error, RankTimeoutError | StorageError):
             abort_with_message(world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
+        if (line := mistake_in_own_code(error)) is not None:
+            abort_with_message(world, f"hpcfl: error: {for_terminal(line)}\n", BAD_INPUT)
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
         abort_with_message(world, f"{header}\n{traceback.format_exc()}", 1)
 

@@ -247,3 +247,19 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
             line = "" if number is None else f", line {number}"
             raise UserError(f"{place}{line}: {reason}") from error
     return OwnFile(key, Path(path), module, code)
+
+
+def mistake_in_own_code(error: BaseException) -> str | None:
+    """Return a line about an exception that a user's file has raised, or that names a class of it, as those
+    of hooks do; None for any other."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    modules = [module for name, module in sys.modules.items() if name.startswith(OWN_MODULE)]
+    files = {module.__file__ for module in modules}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    if frames:
+        return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}: {text}"
+    for module in modules:
+        classes = (name for name, value in vars(module).items() if isinstance(value, type))
+        if any(str(error).startswith(f"{name}.") for name in classes):
+            return f"{module.__file__}: {text}"
+    return None

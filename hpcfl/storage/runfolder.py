@@ -98,6 +98,11 @@ class RunFolder:
             what = f"a run with another configuration ({'; '.join(changed)}); give the same keys"
             if texts := self._other_texts(changed):
                 what = f"a run with another text of {', '.join(texts)}; bring that text back"
+            elif [line.partition(":")[0] for line in changed] == ["train.rounds"]:
+                rounds = recorded["train"]["rounds"]
+                is_more = rounds < self.config.train.rounds
+                why = "its results depend on that number" if is_more else "a run can only get more"
+                what = f"a run with train.rounds={rounds}, and {why}; give the same number"
             raise UserError(
                 f"{self.path} holds {what} to resume it, give --out DIR for another folder, or --fresh to "
                 "start over"

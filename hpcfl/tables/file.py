@@ -311,7 +311,7 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
         place = f"{path}, {place_of('column', number, entry.label)}"
         if entry._is_choice:
-            check_known(str(path), entry.label, "column", before)
+            _check_choice(path, entry.label, "column", before, f"{{label: {entry.label}, ...}}")
         if not entry.label and entry.sweep is None and not entry._is_choice:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
@@ -350,7 +350,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
         if row._is_choice:
-            check_known(str(path), row.label, "row", before)
+            _check_choice(path, row.label, "row", before, f"{{method: {{name: {row.label}}}}}")
         label = row.label or _method_name([row, *settings])
         place = f"{path}, {place_of('row', number, label)}"
         if label in rows:
@@ -422,6 +422,16 @@ def _pairs(
 def place_of(kind: str, number: int, label: str) -> str:
     """Return where an entry of a list is, such as "row 2 (FedAvg)"."""
     return f"{kind} {number + 1}" + (f" ({label})" if label else "")
+
+
+def _check_choice(path: Path, name: str, kind: str, known: Iterable[str], instead: str) -> None:
+    """Raise UserError if a name alone, which chooses a row or column of an extended file, chooses none."""
+    if name != ONLY and not any(known):
+        raise UserError(
+            f"{path}: {kind} {name} is a name alone, which chooses a {kind} of the file that extends names; "
+            f"write {instead}"
+        )
+    check_known(str(path), name, kind, known)
 
 
 def check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:

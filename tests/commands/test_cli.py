@@ -167,7 +167,7 @@ def test_all_spellings_of_a_command_are_the_same_run(
     ("words", "expected"),
     [
         (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
-        (["train.rounds=1"], "(train.rounds: 2 there, 1 here)"),
+        (["train.rounds=1"], "a run with train.rounds=2, and a run can only get more; give the same number"),
     ],
 )
 def test_a_configuration_other_than_that_of_the_folder_is_refused(
@@ -279,6 +279,14 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert 3 < len(lines) < 40
         assert max(map(len, lines)) <= 100
         assert len({line for line in lines if line}) == len([line for line in lines if line])
+
+
+def test_the_beginning_of_a_key_lists_all_that_begin_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "keys", "train.fine"]) == FINISHED
+    assert "\ntrain.finetune_epochs=" in capsys.readouterr().out
+    # of a whole name, only that key
+    assert main(["list", "keys", "train.lr"]) == FINISHED
+    assert "train.lr_decay" not in capsys.readouterr().out
 
 
 def test_list_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,7 +256,13 @@ def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("train: {rounds: 3\n", "is not YAML: while parsing a flow mapping"),
+        (
+            "train: {rounds: 3\n",
+            "is not YAML: line 2, column 1: did not find expected ',' or '}' "
+            "(while parsing a flow mapping from line 1, column 8)",
+        ),
+        ("train:\n\trounds: 3\n", "is not YAML: line 2: a tab; indent with spaces"),
+        ("train:\n  rounds: 3\n\n  rounds: 4\n", "is not YAML: line 4: duplicate key rounds; keep one"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
         ("- train\n", "holds no groups of keys, such as train: {rounds: 50}"),
         ("train: 5\n", "train=5 is invalid: train is a group of keys, such as train.rounds; see"),

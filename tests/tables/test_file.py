@@ -385,6 +385,21 @@ def test_a_mistake_in_a_file_that_extends_another_is_reported(
     assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ("rows: [fedavg]", "row fedavg is a name alone, .*; write {method: {name: fedavg}}$"),
+        (
+            "columns: [few]\nrows: [{method: {name: local}}]",
+            "column few is a name .*; write {label: few, ...}$",
+        ),
+    ],
+)
+def test_a_name_alone_needs_a_file_that_is_extended(folder: Path, lists: str, expected: str) -> None:
+    (folder / "alone.yaml").write_text(f"title: alone\nseeds: [0]\n{lists}\n")
+    assert re.search(expected, refused(folder / "alone.yaml"))
+
+
 # Help
 
 
