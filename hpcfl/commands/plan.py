@@ -18,6 +18,7 @@ from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
+from hpcfl.machine import free_bytes
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import DryRun, dry_run, missing_gpu
@@ -28,7 +29,7 @@ from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.experiment import load_data, make_method, texts_of_clients
 from hpcfl.setup.validate import (
     check_chain,
-    check_single_samples,
+    check_settings_of_data,
     state_bytes,
     too_large,
 )
@@ -37,6 +38,8 @@ LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
+DRY_RUN_COPIES = 2.5
+"""Memory of a dry run, as a multiple of the server's state."""
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -52,11 +55,13 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     is_measured = world.size > 1 and not options.no_timing
-    interconnect = measured(world) if is_measured else Interconnect(len(os.sched_getaffinity(0)))
+    interconnect = measured(world) if is_measured else None
     if not world.is_server:
         return
-    interconnect = replace(interconnect, ranks_per_node=options.ranks_per_node or interconnect.ranks_per_node)
     config = load_config(*split_settings(options.settings))
+    if interconnect is None:
+        interconnect = Interconnect(max(1, len(os.sched_getaffinity(0)) // config.run.threads))
+    interconnect = replace(interconnect, ranks_per_node=options.ranks_per_node or interconnect.ranks_per_node)
     with report_out_of_memory(world):
         _print_plan(config, options.ranks or _usual_ranks(world), interconnect, options)
 
@@ -90,7 +95,14 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         return
     if options.no_timing:
         return
-    check_single_samples(method)
+    check_settings_of_data(config, arrays, method)
+    needed = DRY_RUN_COPIES * sum(state_bytes(method).values())
+    if needed > free_bytes():
+        print(
+            f"no times and no memory: the dry run needs about {readable_bytes(needed)}, and this machine, or "
+            f"its job, has {readable_bytes(free_bytes())} free; type the same on a larger one"
+        )
+        return
     if options.ranks is not None:
         check_chain(method, ranks - 1)
     else:

@@ -108,6 +108,8 @@ class Communicator:
         once, also in a serial world."""
         self.bytes_of_rows = 0
         """Bytes that rank 0 has scattered and gathered so far, also in a serial world."""
+        self.summed_s = 0.0
+        """Seconds that this rank has spent so far in adding up its clients' tensors."""
         self.waited_s = 0.0
         """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START

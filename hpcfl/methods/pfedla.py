@@ -328,7 +328,8 @@ class WholeRows:
 
 def _largest(before: Tensor, delta: Tensor) -> Tensor:
     """Return the larger one of earlier |Delta|^2, float64 [S], and those of Delta [S, P]."""
-    return torch.maximum(before, delta.double().square().sum(dim=1))
+    # row by row: all rows in float64, and their squares, would be four times as large as delta
+    return torch.maximum(before, torch.stack([row.double().square().sum() for row in delta]))
 
 
 def _scaled(products: Tensor, largest: Tensor) -> Tensor:

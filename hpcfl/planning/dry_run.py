@@ -55,6 +55,8 @@ class DryRun:
     device: str
     batch_s: float
     """Training time of a round per mini-batch of a client, all local epochs together."""
+    sum_s: float
+    """Time of a round in which workers add up their clients' uploads, per client."""
     server_s: float
     """All other time of a round, per client of the cohort."""
     traffic: Mapping[str, float]
@@ -172,6 +174,7 @@ class _Round(NamedTuple):
 
     round_s: float
     train_s: float
+    sum_s: float
     traffic: Mapping[str, float]
     load: Load
 
@@ -218,7 +221,8 @@ class _Rounds(Simulation):
             wall_s=0.0,
             device=self._federation.worker_context.device.type,
             batch_s=fastest.train_s / sum(self._batches),
-            server_s=max(0.0, fastest.round_s - fastest.train_s) / size,
+            sum_s=fastest.sum_s / size,
+            server_s=max(0.0, fastest.round_s - fastest.train_s - fastest.sum_s) / size,
             traffic=rounds[-1].traffic,
             first_traffic=rounds[0].traffic,
             load=rounds[-1].load,
@@ -245,7 +249,7 @@ class _Rounds(Simulation):
 
     def _measured_round(self) -> _Round:
         size, common, rows = len(self._members), self._world.bytes_in_common, self._world.bytes_of_rows
-        began_s = time.monotonic()
+        began_s, summed_s = time.monotonic(), self._world.summed_s
         self._round(self._cohort(self._train.rounds - 1), False)
         round_s = time.monotonic() - began_s
         load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
@@ -253,7 +257,8 @@ class _Rounds(Simulation):
         moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
         kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
         traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
-        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, load)
+        sum_s = self._world.summed_s - summed_s
+        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), sum_s, traffic, load)
 
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""

@@ -21,6 +21,7 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
 from hpcfl.setup.experiment import is_batched
+from hpcfl.simulation.federation import EVALUATED_ELEMENTS
 from hpcfl.simulation.migration import assign_workers
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import notice_s
@@ -34,8 +35,9 @@ DISK_BYTES_A_S = 100e6
 """Assumed: checkpoints are written, hashed and read back at this rate."""
 SAMPLED_COHORTS = 50
 """Number of sampled rounds for the average load of the busiest worker."""
-COPIES = 3
-"""Copies of a client's model in a round: sent, received and decoded."""
+COPIES, GATHERED = 3, 2
+"""Copies of what the server sends, as made, packed and received; and of rows on their way to the server, as
+made and packed, or as they arrive and in the clients' order."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Estimate:
     ranks: int
     round_s: float
     train_s: float
-    """Training time of the busiest worker in a round."""
+    """Time of the busiest worker in a round: training its clients, and adding up their uploads."""
     server_s: float
     network_s: float
     evaluation_s: float
@@ -123,9 +125,7 @@ class Planner:
         num_workers = max(1, min(ranks - 1, max(self._num_clients, self._num_unseen)))
         shards = [self._shard(worker, num_workers) for worker in range(num_workers)]
         placed = self._placed_cohorts(shards)
-        train_s = measured.batch_s * float(
-            np.mean([max(self._batches[own].sum() for own in by_worker) for by_worker in placed])
-        )
+        train_s = float(np.mean([max(map(self._worker_s, by_worker)) for by_worker in placed]))
         server_s = measured.server_s * self._cohort
         load = Load(measured.load.common, measured.load.rows * self._cohort)
         network_s = self.interconnect.seconds(COLLECTIVES_A_ROUND, load, ranks)
@@ -150,6 +150,11 @@ class Planner:
             worker_memory=worker_memory + (measured.peak_bytes - measured.server_bytes if ranks > 1 else 0),
             cohort=self._cohort,
         )
+
+    def _worker_s(self, clients: Sequence[int]) -> float:
+        """Return the time of a worker with these members of a round."""
+        batches = float(self._batches[clients].sum())
+        return self._measured.batch_s * batches + self._measured.sum_s * len(clients)
 
     def _shard(self, worker: int, num_workers: int) -> list[int]:
         """Return the clients that live on a worker, unseen ones last."""
@@ -197,16 +202,31 @@ class Planner:
     def _memory(
         self, shards: Sequence[Sequence[int]], placed: Sequence[Sequence[Sequence[int]]]
     ) -> tuple[float, float]:
-        """Return the memory of rank 0, and of the clients of the worker that needs most."""
-        measured = self._measured
-        a_message = COPIES * (measured.evaluation.common + measured.evaluation.rows)
+        """Return the memory of rank 0, and what clients take on the worker that needs most.
+
+        A round has messages of its cohort. The last checkpoint has those of an evaluation beside the models,
+        and every checkpoint brings the clients' state to rank 0.
+        """
+        measured, count = self._measured, max(self._num_clients, self._num_unseen)
+        common, rows = measured.evaluation.common, measured.evaluation.rows
+        own = max(len(members) for by_worker in placed for members in by_worker)
+        scored = min(count, max(1, EVALUATED_ELEMENTS // self._method.layout.size))
+        scored_here = min(scored, max(map(len, shards)))
+        model = max(measured.model_bytes, measured.unseen_model_bytes)
+        state = min(measured.client_bytes * count, 4 * self._run.max_elements)
+        server = max(
+            COPIES * (common + rows * self._cohort),
+            COPIES * (common + rows * scored) + GATHERED * model * scored,
+            GATHERED * state,
+        )
+        # an upload is as large as a download, and an evaluated model may be the download itself
+        worker = COPIES * common + GATHERED * max((common + rows) * own, max(rows, model) * scored_here)
         a_sample = self._method.context.sample.num_bytes + 8
-        most = max(len(own) for by_worker in placed for own in by_worker)
-        largest = max(
+        kept = max(
             a_sample * float(self._num_samples[shard].sum()) + measured.client_bytes * len(shard)
             for shard in shards
         )
-        return measured.peak_bytes + a_message * self._cohort, largest + a_message * most
+        return measured.peak_bytes + server, kept + worker
 
 
 def evaluations(rounds: int, eval_every: int) -> int:

@@ -67,14 +67,15 @@ class SlurmHeader:
     def lines(self) -> list[str]:
         """Return the lines, ready to be pasted."""
         estimate, threads = self._estimate, self._threads
-        memory = MEMORY_MARGIN * max(estimate.server_memory, estimate.worker_memory) / threads
+        a_node = math.ceil(estimate.ranks / estimate.nodes)
+        memory = MEMORY_MARGIN * (estimate.server_memory + (a_node - 1) * estimate.worker_memory)
         options = [
             f"--job-name={self._name}",
             *([f"--nodes={estimate.nodes}"] if estimate.nodes > 1 else []),
             f"--ntasks={estimate.ranks}",
-            *([f"--ntasks-per-node={_up(estimate.ranks / estimate.nodes, 1)}"] if estimate.nodes > 1 else []),
+            *([f"--ntasks-per-node={a_node}"] if estimate.nodes > 1 else []),
             f"--cpus-per-task={threads}",
-            f"--mem-per-cpu={_up(memory / 2**20, MEMORY_STEP)}M",
+            f"--mem={_up(memory / 2**20, MEMORY_STEP)}M",
             f"--time={limit_of(self.limit_s)}",
             *(["--gpus-per-node=1"] if self._on_gpu else []),
             "--output=slurm-%j.out",

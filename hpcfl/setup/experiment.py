@@ -28,7 +28,7 @@ from hpcfl.data.partitions import (
     partition_given,
     partition_in_domains,
 )
-from hpcfl.data.shard import Shard, is_normalised_by_training, resolve_normalisation
+from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError, printable
@@ -38,11 +38,9 @@ from hpcfl.models import MODELS
 from hpcfl.randomness import numpy_stream, seeded_generators
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import (
-    check_candidates,
     check_chain,
     check_large_state,
-    check_private_data,
-    check_single_samples,
+    check_settings_of_data,
     check_slow_precision,
 )
 from hpcfl.storage.snapshot import DataRecord
@@ -218,9 +216,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     check_large_state(method, world)
-    check_single_samples(method)
-    check_private_data(config.privacy, is_normalised_by_training(arrays, config.data.normalise))
-    check_candidates(method.context)
+    check_settings_of_data(config, arrays, method)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 

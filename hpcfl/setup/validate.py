@@ -8,7 +8,9 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config.keys import PrivacyConfig
+from hpcfl.config.keys import Config, PrivacyConfig
+from hpcfl.data.arrays import Arrays
+from hpcfl.data.shard import is_normalised_by_training
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import memory_bytes
@@ -39,7 +41,14 @@ def check_chain(method: Method, num_workers: int) -> None:
         )
 
 
-def check_candidates(context: Context) -> None:
+def check_settings_of_data(config: Config, arrays: Arrays, method: Method) -> None:
+    """Raise UserError for settings that do not go with the clients or their samples."""
+    _check_single_samples(method)
+    _check_private_data(config.privacy, is_normalised_by_training(arrays, config.data.normalise))
+    _check_candidates(method.context)
+
+
+def _check_candidates(context: Context) -> None:
     """Raise UserError if a cohort has more members than there are candidates."""
     count, size = context.clients.candidates, context.train.cohort_size(context.num_clients)
     if count is not None and count < size:
@@ -108,20 +117,20 @@ def check_large_state(method: Method, world: Communicator) -> None:
         raise UserError(reason)
 
 
-def check_private_data(privacy: PrivacyConfig, is_normalised_by_training: bool) -> None:
+def _check_private_data(privacy: PrivacyConfig, is_scaled_by_training: bool) -> None:
     """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden, or the
     accountant is not installed."""
     if privacy.unit is None:
         return
     accounting_library()
-    if is_normalised_by_training:
+    if is_scaled_by_training:
         raise UserError(
             f"privacy.unit={privacy.unit} would not hide the means and deviations by which "
             "data.normalise=auto scales these samples; set data.normalise=none, or numbers that are public"
         )
 
 
-def check_single_samples(method: Method) -> None:
+def _check_single_samples(method: Method) -> None:
     """Raise UserError for clients with one training sample if BatchNorm cannot compute statistics of one."""
     num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +17,7 @@ from bits import DIFFERENT, method_settings, read_csv, refused, run_here, tiny_s
 from harness import Run
 from processes import REPOSITORY, Mpirun
 
+from hpcfl.commands import plan
 from hpcfl.communication.interconnect import Interconnect, Load, bytes_at_rank_0
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
@@ -220,12 +222,13 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_are_right(capsys: pytest.Captu
     script = (REPOSITORY / "jobs" / "train.sbatch").read_text()
     there = set(re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE))
     assert there <= set(head) | {"job-name"}
-    assert set(head) - there == {"mem-per-cpu", "nodes", "ntasks-per-node"}
+    assert set(head) - there == {"mem", "nodes", "ntasks-per-node"}
     assert (head["ntasks"], head["nodes"], head["ntasks-per-node"]) == ("4", "2", "2")
     assert (head["cpus-per-task"], head["signal"]) == ("1", "B:USR1@120")
     assert head["time"] == "00:10:00"
-    most = max(memory) / 2**20
-    assert 1.2 * most < int(head["mem-per-cpu"].removesuffix("M")) < 1.5 * most + 100
+    # rank 0 and a worker share a node
+    of_node = sum(memory) / 2**20
+    assert 1.2 * of_node < int(head["mem"].removesuffix("M")) < 1.3 * of_node + 100
 
 
 def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +273,7 @@ KNOWN = DryRun(
     wall_s=1.0,
     device="cpu",
     batch_s=0.5,
+    sum_s=0.1,
     server_s=0.6,
     traffic=dict.fromkeys(TRAFFIC, 1e9),
     first_traffic={},
@@ -316,7 +320,8 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     assert replace(planner.on(10**9), ranks=6) == planner.on(6)
     with pytest.raises(UserError, match=r"is shorter than one round .* on 4 ranks; give .* more --ranks"):
         SlurmHeader("name", 1, replace(spread, round_s=900.0), False, 600)
-    assert alone.train_s == pytest.approx(0.5 * sum(seen))
+    # a worker also adds up its clients' uploads
+    assert alone.train_s == pytest.approx(0.5 * sum(seen) + 5 * 0.1)
     assert alone.round_s == pytest.approx(alone.train_s + 5 * 0.6)
     # clients in training are scored after training, too
     assert alone.evaluation_s == pytest.approx(0.01 * 2 * sum(scored[:5]) + 0.25 * sum(unseen))
@@ -328,13 +333,60 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
         10 + 7 * alone.round_s + 3 * alone.evaluation_s + (3 * middle + last) / 100e6
     )
     samples = [len(part.train) for part in parts[:5]]
-    loads = [0, 0, 0]
+    loads = [0.0, 0.0, 0.0]
     for client, worker in enumerate(assign_workers(samples, [0, 0, 1, 1, 2], 3)):
-        loads[worker] += batches[client]
-    assert spread.train_s == pytest.approx(0.5 * max(loads))
+        loads[worker] += 0.5 * batches[client] + 0.1
+    assert spread.train_s == pytest.approx(max(loads))
     # 18 collectives, a broadcast to three workers, and what single clients get and send
     assert spread.network_s == pytest.approx(18e-3 + 3 * 1.0 + 5 * 0.8)
     assert spread.round_s == pytest.approx(spread.train_s + 5 * 0.6 + spread.network_s)
+
+
+def test_memory_is_that_of_a_round_of_the_last_checkpoint_or_of_the_clients_state(digits: Path) -> None:
+    words = [
+        *tiny_settings(digits),
+        "method.name=fedavg",
+        "train.participation=0.4",
+        "run.max_elements=100000000",
+    ]
+    small = replace(KNOWN, client_bytes=0, model_bytes=0, unseen_model_bytes=0, evaluation=Load(10**6, 0))
+    alone, spread = (planner_of(words, small).on(ranks) for ranks in (1, 4))
+    samples = 7 * 20 * (4 * 64 + 8)
+    # a message of 1 MB as made, packed and received; three of seven clients upload as much, from a worker each
+    assert spread.server_memory == 10**8 + 3 * 10**6
+    assert spread.worker_memory == pytest.approx(10**8 - 10**6 + (3 + 2) * 10**6, abs=samples)
+    assert alone.server_memory == pytest.approx(10**8 + (3 + 3 + 6) * 10**6, abs=samples)
+    # all seven models on their way to the last checkpoint, three at most of one worker
+    models = replace(small, model_bytes=10**6)
+    spread = planner_of(words, models).on(4)
+    assert spread.server_memory == 10**8 + (3 + 2 * 7) * 10**6
+    assert spread.worker_memory == pytest.approx(10**8 - 10**6 + (3 + 2 * 3) * 10**6, abs=samples)
+    # the state of all clients, in pieces of at most 4e8 bytes
+    for of_client, held in ((10**7, 7 * 10**7), (10**8, 4 * 10**8)):
+        spread = planner_of(words, replace(small, client_bytes=of_client)).on(4)
+        assert spread.server_memory == 10**8 + 2 * held
+        assert spread.worker_memory == pytest.approx(10**8 + 4 * 10**6 + 3 * of_client, abs=samples)
+
+
+def test_a_plan_without_memory_for_a_dry_run_tells_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "free_bytes", lambda: 2_000_000)
+    last = printed_plan(capsys, "method.name=pfedla", "data.per_client=40").splitlines()[-1]
+    assert re.fullmatch(
+        r"no times and no memory: the dry run needs about [\d.]+ MB, and this .* 2 MB free; .*", last
+    )
+
+
+def test_a_rank_with_two_threads_takes_two_cores_of_a_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(plan, "dry_run", lambda *_: replace(KNOWN, first_traffic=KNOWN.traffic))
+    words = ["method.name=fedavg", "data.per_client=40", "train.rounds=2", "run.threads=2", "--ranks", "5"]
+    text = printed_plan(capsys, *words)
+    assert "4 ranks on each node" in text
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=5\n#SBATCH --ntasks-per-node=3\n" in text
 
 
 @pytest.mark.parametrize(
@@ -388,7 +440,7 @@ def test_the_estimate_includes_clients_moved_to_less_busy_workers() -> None:
         words = ["method.name=fedavg", "data.clients=20", "data.per_client=80", "train.participation=0.3"]
         seconds[placement] = planner_of([*words, f"run.placement={placement}"]).on(4).train_s
     # two of six members on each of three workers; at home the busiest has three or so
-    assert seconds["balanced"] == pytest.approx(0.5 * 2 * math.ceil(56 / 16))
+    assert seconds["balanced"] == pytest.approx(2 * (0.5 * math.ceil(56 / 16) + 0.1))
     assert seconds["home"] > 1.2 * seconds["balanced"]
 
 
@@ -396,7 +448,7 @@ def test_sharded_models_are_planned_in_blocks_of_16_clients() -> None:
     keys = ["method.name=pfedla", "method.server=sharded", "method.heads=low_rank", "run.placement=home"]
     planner = planner_of([*keys, "data.clients=40", "data.per_client=40"])
     # 16, 16 and 8 clients on three of four workers, each with 28 training samples
-    assert planner.on(5).train_s == pytest.approx(0.5 * 16 * math.ceil(28 / 16))
+    assert planner.on(5).train_s == pytest.approx(16 * (0.5 * math.ceil(28 / 16) + 0.1))
 
 
 def test_the_seconds_of_training_and_evaluations_are_about_those_of_the_run() -> None:
