@@ -67,8 +67,8 @@ def check_cores(node: Sequence[Facts], threads: int, found: Findings) -> None:
     what = f"{node[0]['host']}: {len(workers)} worker(s) of {threads} thread(s)"
     if cores < all_cores:
         found.errors.append(
-            f"{what} are pinned to {cores} of {all_cores} cores: ask SLURM for --cpus-per-task={threads}, or "
-            "type mpirun --bind-to none"
+            f"{what} are pinned to {cores} of {all_cores} cores: ask SLURM for --cpus-per-task={threads}, "
+            "type mpirun --bind-to none, or start fewer ranks"
         )
     else:
         fewer = "start fewer ranks" + ", or set run.threads=1" * (threads > 1)
@@ -80,8 +80,8 @@ def check_devices(ranks: Sequence[Facts], needs_gpu: bool, found: Findings) -> N
     without = [rank for rank in ranks if rank["is_worker"] and rank["device"] == "cpu"]
     if without and (needs_gpu or any(rank["device"] != "cpu" for rank in ranks)):
         found.errors.append(
-            f"{place(without[0])} sees no GPU: ask SLURM for --gpus-per-node on every node, or set "
-            "run.device=cpu"
+            f"{place(without[0])} sees no GPU: ask SLURM for --gpus-per-node on every node, install "
+            "a PyTorch for CUDA, or set run.device=cpu"
         )
 
 

@@ -186,10 +186,10 @@ def test_the_doctor_warns_of_more_threads_than_cores() -> None:
     # each is bound to a core of its own, and wants two
     check_cores([rank(number, cores=[number], node_cores=8) for number in range(2)], 2, pinned)
     assert pinned.errors == [
-        "node0: 3 worker(s) of 1 thread(s) are pinned to 2 of 8 cores: ask SLURM for --cpus-per-task=1, or "
-        "type mpirun --bind-to none",
-        "node0: 1 worker(s) of 2 thread(s) are pinned to 1 of 8 cores: ask SLURM for --cpus-per-task=2, or "
-        "type mpirun --bind-to none",
+        "node0: 3 worker(s) of 1 thread(s) are pinned to 2 of 8 cores: ask SLURM for --cpus-per-task=1, "
+        "type mpirun --bind-to none, or start fewer ranks",
+        "node0: 1 worker(s) of 2 thread(s) are pinned to 1 of 8 cores: ask SLURM for --cpus-per-task=2, "
+        "type mpirun --bind-to none, or start fewer ranks",
     ]
 
 
@@ -197,8 +197,9 @@ def test_the_doctor_names_a_worker_without_a_gpu() -> None:
     found, fine = Findings(), Findings()
     check_devices([rank(0), rank(1, device="cuda:0"), rank(4)], False, found)
     check_devices([rank(0), rank(1)], True, found)
-    without = "sees no GPU: ask SLURM for --gpus-per-node on every node, or set run.device=cpu"
-    assert found.errors == [f"rank 4 on node1 {without}", f"rank 1 on node0 {without}"]
+    without = "sees no GPU: ask SLURM for --gpus-per-node on every node, install a PyTorch for CUDA, or "
+    where = ("rank 4 on node1", "rank 1 on node0")
+    assert found.errors == [f"{rank} {without}set run.device=cpu" for rank in where]
     check_devices([rank(0), rank(1)], False, fine)
     assert fine == Findings()
 
