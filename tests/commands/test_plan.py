@@ -352,7 +352,7 @@ def test_memory_is_that_of_a_round_of_the_last_checkpoint_or_of_the_clients_stat
     small = replace(KNOWN, client_bytes=0, model_bytes=0, unseen_model_bytes=0, evaluation=Load(10**6, 0))
     alone, spread = (planner_of(words, small).on(ranks) for ranks in (1, 4))
     samples = 7 * 20 * (4 * 64 + 8)
-    # a message of 1 MB as made, packed and received; three of seven clients upload as much, from a worker each
+    # 1 MB as made, packed and received; three of seven clients upload as much, from a worker each
     assert spread.server_memory == 10**8 + 3 * 10**6
     assert spread.worker_memory == pytest.approx(10**8 - 10**6 + (3 + 2) * 10**6, abs=samples)
     assert alone.server_memory == pytest.approx(10**8 + (3 + 3 + 6) * 10**6, abs=samples)
