@@ -7,6 +7,8 @@ from typing import ClassVar
 from unicodedata import category
 
 FINISHED = 0
+FAULT = 1
+"""Exit code after an error of hpcfl itself, or in a Python file of the user's own."""
 BAD_INPUT = 2
 """Exit code after a UserError."""
 DIVERGED = 3

@@ -33,8 +33,8 @@ from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config
 from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import (
-    BAD_INPUT,
     BROKEN_PIPE,
+    FAULT,
     FINISHED,
     INTERRUPTED,
     STOPPED,
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (line := mistake_in_own_code(error)) is None:
             raise
         print_line(f"hpcfl: error: {for_terminal(line)}", sys.stderr)
-        return BAD_INPUT
+        return FAULT
 
 
 def _names_a_command(arguments: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from conftest import forgetting_own_code
 from processes import Mpirun, run_tree
 
 from hpcfl.config.own_code import allow_files, digest
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import BAD_INPUT, FAULT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
@@ -377,12 +377,13 @@ def test_mistakes_inside_a_file_are_reported(
 
 
 FAULTS = {
-    "no message": ("pass", r"hpcfl: error: own\.py: TypeError: Own\.train returned a NoneType; return .*"),
-    "no such tensor": ("return down['thta']", r"hpcfl: error: own\.py, line 6, in train: KeyError: .*thta.*"),
-    "of torch": (
-        "return down['theta'] @ down['theta']",
-        r"hpcfl: error: own\.py, line 6, in train: RuntimeError: .*",
+    "no message": ("pass", r": TypeError: Own\.train returned a NoneType; return Message\(.*"),
+    "no such tensor": (
+        "return down['thta']",
+        r", line 6, in train: KeyError: .*no tensor 'thta'; it has .*",
     ),
+    "of torch": ("return down['theta'] @ down['theta']", r", line 6, in train: RuntimeError: .*"),
+    "sys.exit": ("raise SystemExit(3)", r", line 6, in train: RuntimeError: own code ends the process by .*"),
 }
 FAULTY = """from hpcfl.methods.fedavg import FedAvg
 
@@ -400,16 +401,28 @@ def test_a_mistake_in_a_round_is_one_line(
     body, expected = FAULTS[fault]
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(FAULTY.format(body))
-    assert re.fullmatch(
-        expected, refused(capsys, "run", *TINY, "method.path=own.py", "--out", "run", "--quiet")
-    )
+    assert main(["run", *TINY, "method.path=own.py", "--out", "run", "--quiet"]) == FAULT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"hpcfl: error: own\\.py{expected}\n", err)
+
+
+def test_a_bug_of_hpcfl_below_a_user_s_call_is_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(FAULTY.format("return super().train(clients, down)"))
+    # an error of Python's own in a function of hpcfl
+    monkeypatch.setattr("hpcfl.methods.fedavg.Message", None)
+    given = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        main(["run", *given])
 
 
 def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
     (tmp_path / "own.py").write_text(FAULTY.format("return down['thta']"))
     given = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run")]
     done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
-    assert done.returncode == BAD_INPUT
+    assert done.returncode == FAULT
     found = [line for line in done.stderr.splitlines() if "own.py" in line]
     assert found
     for line in found:

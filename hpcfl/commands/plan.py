@@ -90,12 +90,13 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
     table = _table(config, arrays, parts, method.context.num_clients)
     print("\n".join([title, *table, *_describe(method, config.run.eval_every)]), flush=True)
+    check_settings_of_data(config, arrays, method)
+    check_chain(method, 1 if options.ranks is None else ranks - 1)
     if reason := too_large(method):
         print(reason)
         return
     if options.no_timing:
         return
-    check_settings_of_data(config, arrays, method)
     needed = DRY_RUN_COPIES * sum(state_bytes(method).values())
     if needed > free_bytes():
         print(
@@ -103,9 +104,7 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
             f"its job, has {readable_bytes(free_bytes())} free; type the same on a larger one"
         )
         return
-    if options.ranks is not None:
-        check_chain(method, ranks - 1)
-    else:
+    if options.ranks is None:
         # more workers than clients of a round have nothing to do
         cohort = config.train.cohort_size(method.context.num_clients)
         ranks = min(ranks, 2 if method.sequential is not None else 1 + cohort)

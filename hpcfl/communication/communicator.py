@@ -25,7 +25,7 @@ import torch
 from hpcfl.communication.heartbeat import Heartbeat, die_with_launcher
 from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import (
-    BAD_INPUT,
+    FAULT,
     INTERRUPTED,
     ForcedStop,
     RankTimeoutError,
@@ -506,7 +506,7 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
     several ranks fail at once, the lowest prints first and the others are usually gone before they do.
     UserError and SystemExit pass through; so does everything in a serial world, where Python does the same.
     RankTimeoutError, StorageError, ForcedStop and errors in a user's own file print one line and no
-    traceback; the latter have exit code 2.
+    traceback.
     """
     try:
         yield
@@ -522,9 +522,9 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
         if isinstance(error, RankTimeoutError | StorageError):
             abort_with_message(world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
         if (line := mistake_in_own_code(error)) is not None:
-            abort_with_message(world, f"hpcfl: error: {for_terminal(line)}\n", BAD_INPUT)
+            abort_with_message(world, f"hpcfl: error: {for_terminal(line)}\n", FAULT)
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
-        abort_with_message(world, f"{header}\n{traceback.format_exc()}", 1)
+        abort_with_message(world, f"{header}\n{traceback.format_exc()}", FAULT)
 
 
 def abort_with_message(world: Communicator, text: str, code: int) -> NoReturn:

@@ -17,7 +17,9 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.keys import Settings
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
+
+PACKAGE = Path(__file__).parents[1]
 
 OWN_MODULE = "hpcfl_own_"
 """Prefix of the module names of such files."""
@@ -250,14 +252,19 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
 
 
 def mistake_in_own_code(error: BaseException) -> str | None:
-    """Return a line about an exception that a user's file has raised, or that names a class of it, as those
-    of hooks do; None for any other."""
-    text = traceback.format_exception_only(error)[-1].strip()
+    """Return a line about an exception that a user's file has raised, alone or by what it asked of hpcfl, or
+    that names a class of it, as errors of hooks do; None for any other, such as a bug below a user's call."""
+    text = "; ".join([one_line(error), *getattr(error, "__notes__", ())])
     modules = [module for name, module in sys.modules.items() if name.startswith(OWN_MODULE)]
     files = {module.__file__ for module in modules}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-    if frames:
-        return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}: {text}"
+    for one in filter(None, (error, error.__cause__)):
+        frames = traceback.extract_tb(one.__traceback__)
+        own = [frame for frame in frames if frame.filename in files]
+        ours = [frame for frame in frames if frame.filename.startswith(str(PACKAGE))]
+        last = [frame for frame in frames if frame in (*own, *ours)][-1:]
+        # hpcfl raises errors about what it is asked for; its bugs are no raise statements
+        if own and (last == own[-1:] or (last[0].line or "").startswith("raise ")):
+            return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
     for module in modules:
         classes = (name for name, value in vars(module).items() if isinstance(value, type))
         if any(str(error).startswith(f"{name}.") for name in classes):

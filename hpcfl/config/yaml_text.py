@@ -30,7 +30,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         raise ValueError(_what_is_wrong(error, text)) from error
     except Exception as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(" ".join(str(error).replace('in "<unicode string>", ', "").split())) from error
 
 
 def _what_is_wrong(error: yaml.MarkedYAMLError, text: str) -> str:

@@ -68,7 +68,9 @@ class SlurmHeader:
         """Return the lines, ready to be pasted."""
         estimate, threads = self._estimate, self._threads
         a_node = math.ceil(estimate.ranks / estimate.nodes)
-        memory = MEMORY_MARGIN * (estimate.server_memory + (a_node - 1) * estimate.worker_memory)
+        # nodes without rank 0 have a worker in its place
+        first = max(estimate.server_memory, estimate.worker_memory * (estimate.nodes > 1))
+        memory = MEMORY_MARGIN * (first + (a_node - 1) * estimate.worker_memory)
         options = [
             f"--job-name={self._name}",
             *([f"--nodes={estimate.nodes}"] if estimate.nodes > 1 else []),

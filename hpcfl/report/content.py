@@ -126,6 +126,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
     confusion, left_out = _confusion(run, CONFUSION_LINES // num_runs)
     notes += left_out
     bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
+    clients_round = int(run.history_rounds[-1]) if len(run.history_rounds) else 0
     # free each run's history: those of many runs would not fit in memory together
     run.close()
     return {
@@ -136,11 +137,11 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,
-        "clientsRound": int(run.history_rounds[-1]) if len(run.history_rounds) else 0,
+        "clientsRound": clients_round,
         "scored": scored_when(config.method.name, config.train),
         "trainsSome": config.train.participation < 1 or config.clients.loses_members,
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, steps[-1]),
+        "headline": _headline(run, clients, clients_round, steps[-1]),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -163,13 +164,13 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
     }
 
 
-def _headline(run: Run, clients: Columns, steps: float) -> list[Json]:
+def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> list[Json]:
     """Return the headline figures that a run has: name, text, the number for sorting, and a remark.
 
-    All but those of unseen clients are of the clients in training.
+    All but those of unseen clients are of the clients in training; `clients` are those after `clients_round`.
     """
     best, last, privacy, diverged = run.best, run.last, run.config.privacy, _times_diverged(run)
-    found = _accuracies(run, clients.get("accuracy", np.empty(0)))
+    found = _accuracies(run, clients.get("accuracy", np.empty(0)), clients_round)
     found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
     if diverged:
         remark = "clients with nan or infinity, round by round"
@@ -207,7 +208,7 @@ def _percent(name: str, value: float, remark: str) -> Json:
     return _figure(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
 
 
-def _accuracies(run: Run, accuracies: np.ndarray) -> list[Json]:
+def _accuracies(run: Run, accuracies: np.ndarray, clients_round: int) -> list[Json]:
     """Return the headline figures of accuracy; `accuracies` [N + U] are known from a checkpoint on."""
     last, unseen = run.last, run.num_unseen
     in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
@@ -219,7 +220,7 @@ def _accuracies(run: Run, accuracies: np.ndarray) -> list[Json]:
     ]
     if len(accuracies):
         worst = worst_tenth(accuracies[:in_training].tolist())
-        moment = "" if run.is_finished else f" after round {run.history_rounds[-1]}"
+        moment = "" if run.is_finished else f" after round {clients_round}"
         found.append(_percent("Worst tenth", worst, f"mean of the worst 10 % of the clients{moment}"))
     if unseen:
         spread = last["accuracy_unseen_std"]

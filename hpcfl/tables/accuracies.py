@@ -186,7 +186,7 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
     if run.config.privacy.unit == "client":
         drawn = partial(drawn_clients, len(accuracies), train.participation, run.config.run.seed)
         members = float(sum(len(drawn(number)) for number in range(run.done)))
-    silent = last.get("lost", 0.0) + last["diverged"] * (run.config.run.on_divergence == "skip")
+    silent = last.get("lost", 0.0) + last.get("diverged", 0.0) * (run.config.run.on_divergence == "skip")
     turns = {"down": members, "up": members - silent}
     # no steps where all members of all rounds in between were lost
     rates = [rate for rate in run.metrics["client_steps_per_s"].tolist() if rate]

@@ -5,8 +5,8 @@ above a number. The verdict on a column follows from the difference of accuracie
 seeds:
 
     shown      three seeds or more, and the interval lies above 0
-    seen       above, but of fewer seeds, or of an interval with 0 in it
-    not shown  not above, but of fewer seeds, or of an interval with 0 in it
+    seen       above, but of fewer seeds, of equal differences, or of an interval with 0 in it
+    not shown  not above, but of fewer seeds, of equal differences, or of an interval with 0 in it
     refuted    three seeds or more, and the interval lies below 0
     not run    no result
 """
@@ -246,8 +246,8 @@ def document(claims: Claims) -> Document:
     ]
     notes = [
         "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Refuted: three seeds or "
-        "more, and it lies below 0. Seen: the difference is above 0, but of fewer seeds, or of an interval "
-        "with 0 in it. Not shown: it is not, and nothing is refuted. Differences are in points; intervals "
+        "more, and it lies below 0. Seen: the difference is above 0, but of fewer seeds, of equal "
+        "differences, or of an interval with 0 in it. Not shown: it is not, and nothing is refuted. Differences are in points; intervals "
         "are not corrected for their number."
     ]
     return Document(claims.paper, notes, [grid for grid in grids if grid.rows])
@@ -322,7 +322,7 @@ def _over_number(
             moment=line["scored"],
             seeds=len(seeds),
             difference=found.mean,
-            bounds=bounds if len(seeds) > 1 else None,
+            bounds=None if math.isnan(found.half_width) else bounds,
         )
 
 

@@ -96,6 +96,7 @@ MISTAKES = [
     (["method.name=fedmn", "method.order=chain", "clients.step_s=1"], "times clients that train at the same"),
     (["clients.sampling=power_of_choice", "clients.candidates=3"], "=3 are too few for the 10 clients of a"),
     (["plan", "clients.sampling=power_of_choice", "clients.candidates=3"], "=3 are too few for the 10 clien"),
+    (["plan", "method.name=fedmn", "method.order=chain", "clients.step_s=1"], "times clients that train at "),
     (["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"], "null does not go"),
     (["train.beta1=0.5"], "train.beta1=0.5 needs train.optimiser=adam or adamw; set that, or"),
     (["train.lr_decay_rounds=[3]"], "train.lr_decay_rounds=[3] needs train.lr_decay below 1; set that"),

@@ -368,6 +368,14 @@ def test_memory_is_that_of_a_round_of_the_last_checkpoint_or_of_the_clients_stat
         assert spread.worker_memory == pytest.approx(10**8 + 4 * 10**6 + 3 * of_client, abs=samples)
 
 
+def test_a_node_without_rank_0_has_a_worker_more(digits: Path) -> None:
+    estimate = planner_of([*tiny_settings(digits), "method.name=fedavg"]).on(4)
+    estimate = replace(estimate, server_memory=400 * 2**20, worker_memory=800 * 2**20)
+    for nodes, ranks, mebibytes in ((1, 4, 400 + 3 * 800), (2, 4, 2 * 800), (4, 4, 800)):
+        lines = SlurmHeader("name", 1, replace(estimate, nodes=nodes, ranks=ranks), False).lines()
+        assert f"#SBATCH --mem={math.ceil(1.25 * mebibytes / 100) * 100}M" in lines
+
+
 def test_a_plan_without_memory_for_a_dry_run_tells_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

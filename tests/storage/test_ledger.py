@@ -199,12 +199,13 @@ def test_a_forgotten_evaluation_gives_its_steps_to_the_next_one(ledger: Ledger) 
     ledger.record_evaluation(3, found, NUM_SAMPLES, UNKNOWN, {})
     ledger.forget_last_evaluation()
     assert len(ledger.metrics) == 1
-    ledger.record_round(Cohort(3, (0,), torch.tensor([7])), (traffic([[4, 8]]),) * 2, {0: 4}, {}, 0.25, 2, [])
+    ledger.record_round(Cohort(3, (0,), torch.tensor([7])), (traffic([[4, 8]]),) * 2, {0: 9}, {}, 0.25, 2, [])
     ledger.record_evaluation(4, found, NUM_SAMPLES, UNKNOWN, {})
-    # 2 steps in 1 s, and 4 in 2 s
-    assert ledger.last("client_steps_per_s") == pytest.approx(6 / 3)
+    # 2 steps in 1 s, and 9 in 2 s
+    assert ledger.last("client_steps_per_s") == pytest.approx(11 / 3)
     ledger = new_ledger()
     record_rounds(ledger)
     ledger.forget_last_evaluation()
-    ledger.record_evaluation(3, found, NUM_SAMPLES, UNKNOWN, {})
-    assert ledger.last("client_steps_per_s") == pytest.approx((10 + 2) / 6)
+    ledger.record_round(Cohort(3, (0,), torch.tensor([7])), (traffic([[4, 8]]),) * 2, {0: 9}, {}, 0.25, 2, [])
+    ledger.record_evaluation(4, found, NUM_SAMPLES, UNKNOWN, {})
+    assert ledger.last("client_steps_per_s") == pytest.approx((10 + 2 + 9) / 8)
