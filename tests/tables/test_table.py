@@ -629,7 +629,7 @@ def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, fin
         ("[0, 1]", "[]", "seeds=[] is invalid: give 1 or more"),
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
-        ("rows:\n", "rows:\n  - fedprox\n", "unknown row fedprox; allowed: none"),
+        ("rows:\n", "rows:\n  - fedprox\n", "row fedprox is a name alone, which chooses"),
     ],
 )
 def test_a_mistake_in_the_file_is_reported_before_the_first_run(
