@@ -114,7 +114,8 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
     parts = f"parts that {config.method.name} combines by a rule of its own"
     if models.is_network:
         parts = getattr(models.network(client), "parts", "one network, whose state the tensors are")
-    is_text = data.sample.kind == "tokens"
+    is_text, is_csv = data.sample.kind == "tokens", config.data.source == "csv"
+    labels = "the sorted values of data.target" if is_csv else "the labels of the data set"
     recipe = {
         "hpcfl": __version__,
         "run": models.path.resolve().parent.name,
@@ -133,7 +134,7 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
         "normalisation": "none" if is_text else "(sample / scale - mean) / std, by channel or feature",
         "shift": config.data.shift,
         "classes": list(range(data.num_classes)),
-        "outputs": "logits (.pt2: probabilities), in the order of classes, the labels of the data set",
+        "outputs": f"logits (.pt2: probabilities), in the order of classes, {labels}",
         "parts": parts,
         "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
     }

@@ -19,7 +19,7 @@ from hpcfl.methods.hook_results import kinds, misfit
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import Ledger, is_off_schedule
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.snapshot import Block, Rows, RowShape, Snapshot
@@ -117,7 +117,7 @@ class Saver:
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""
         every = self._federation.experiment.run.eval_every
-        if done == self._method.context.train.rounds or done % every == 0:
+        if not is_off_schedule(done, self._method.context.train.rounds, every):
             return
         if self._ledger.metrics and self._ledger.last("round") == done:
             self._ledger.forget_last_evaluation()

@@ -455,6 +455,11 @@ def is_over(done: int | None, rounds: int, accuracies: Sequence[float], patience
     return len(accuracies) - 1 - int(np.argmax(accuracies)) >= patience
 
 
+def is_off_schedule(done: int, rounds: int, eval_every: int) -> bool:
+    """Whether a run has no evaluation after this round: only a shorter one has, at its end."""
+    return done != rounds and done % eval_every != 0
+
+
 def write_partition(
     folder: Path, train: np.ndarray, evaluated: np.ndarray, texts: Mapping[str, Sequence[str]]
 ) -> None:

@@ -26,6 +26,7 @@ from hpcfl.storage.ledger import (
     ACCURACY_VAL,
     ClientMetrics,
     Ledger,
+    is_off_schedule,
     is_over,
     write_partition,
 )
@@ -181,7 +182,11 @@ class RunFolder:
         record, train = self._recorded(), self.config.train
         known: list[float] = []
         if self.checkpoint is not None and train.patience is not None:
-            known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
+            metrics, every = self.checkpoint.ledger["metrics"], self.config.run.eval_every
+            rounds = metrics.column("round")
+            # the run drops an evaluation that it would not have had
+            kept = [not is_off_schedule(int(done), train.rounds, every) for done in rounds]
+            known = metrics.column(ACCURACY_VAL)[kept].tolist()
         self._is_over = is_over(self.store.last_round, train.rounds, known, train.patience)
         if record is not None and record["train"]["rounds"] == train.rounds and self._is_over:
             self.keeps_metrics = (self.path / "confusion.csv").is_file()
@@ -385,6 +390,12 @@ class RunFolder:
                 f"{self.path}: the help texts of data.source=topics are those of Python {before['python']}, "
                 f"and this Python {now['python']} has others; resume the run with that one, give --out DIR "
                 "for another folder, or --fresh to start over"
+            )
+        counts = [len(of["ranks"]) for of in (before, now) if "ranks" in of]
+        if "batched" in str(now["workers"]) and len({*counts}) > 1:
+            LOG.warning(
+                f"this run began on {counts[0]} ranks and continues on {counts[1]}: with run.engine=batched "
+                "the last bits may differ"
             )
         for key in ("hpcfl", "torch", "processor", "workers"):
             if key in before and before[key] != now[key]:

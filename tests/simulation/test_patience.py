@@ -86,7 +86,10 @@ def test_a_run_that_ended_off_schedule_and_gets_more_rounds_records_them(
     """Accuracies stay the same, and the evaluation after round 5 ends the patience."""
     for rounds in (5, 8):
         still = [*keys, "train.lr=1e-9", "run.checkpoint_every=1", f"train.rounds={rounds}"]
+        still += ["run.metrics=true"] if rounds == 5 else []
         assert run_here(tmp_path / "run", still) == 0
+        # not that of the shorter run
+        assert (tmp_path / "run" / "confusion.csv").exists() == (rounds == 5)
         run = load_run(tmp_path / "run")
         assert (run.rounds, run.is_finished) == (rounds, True)
     assert run.metrics["round"].tolist() == [2, 4, 6]

@@ -233,6 +233,22 @@ def test_another_version_of_torch_is_reported(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith(expected)
 
 
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_another_number_of_ranks_is_reported_where_it_matters(
+    engine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*TINY, f"run.engine={engine}", "run.device=cpu", "--quiet", "--out", str(tmp_path / "run")]
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    record = tmp_path / "run" / "config.yaml"
+    before = record.read_text()
+    record.write_text(before.replace("  ranks:\n  - ", "  ranks:\n  - here cpu batched\n  - "))
+    assert record.read_text() != before
+    capsys.readouterr()
+    assert main([*words, "train.rounds=2"]) == FINISHED
+    warned = "this run began on 2 ranks and continues on 1: with run.engine=batched the last bits may differ"
+    assert (warned in capsys.readouterr().err) == (engine == "batched")
+
+
 def test_a_run_with_other_help_texts_is_not_resumed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
