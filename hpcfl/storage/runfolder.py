@@ -392,7 +392,7 @@ class RunFolder:
                 "for another folder, or --fresh to start over"
             )
         counts = [len(of["ranks"]) for of in (before, now) if "ranks" in of]
-        if "batched" in str(now["workers"]) and len({*counts}) > 1:
+        if len({*counts}) > 1 and "batched" in now["workers"]:
             LOG.warning(
                 f"this run began on {counts[0]} ranks and continues on {counts[1]}: with run.engine=batched "
                 "the last bits may differ"
