@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +89,8 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     method = make_method(config, arrays, parts)
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
     table = _table(config, arrays, parts, method.context.num_clients)
-    print("\n".join([title, *table, *_describe(method, config.run.eval_every)]), flush=True)
+    of_server = state_bytes(method)
+    print("\n".join([title, *table, *_describe(method, of_server, config.run.eval_every)]), flush=True)
     check_settings_of_data(config, arrays, method)
     check_chain(method, 1 if options.ranks is None else ranks - 1)
     if reason := too_large(method):
@@ -97,11 +98,11 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         return
     if options.no_timing:
         return
-    needed = DRY_RUN_COPIES * sum(state_bytes(method).values())
-    if needed > free_bytes():
+    needed, free = DRY_RUN_COPIES * sum(of_server.values()), free_bytes()
+    if needed > free:
         print(
             f"no times and no memory: the dry run needs about {readable_bytes(needed)}, and this machine, or "
-            f"its job, has {readable_bytes(free_bytes())} free; type the same on a larger one"
+            f"its job, has {readable_bytes(free)} free; type the same on a larger one"
         )
         return
     if options.ranks is None:
@@ -161,8 +162,9 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], num_c
     return aligned([header, *rows, ["all", *[""] * len(texts), *map(str, counts.sum(axis=0))]])
 
 
-def _describe(method: Method, eval_every: int) -> Iterator[str]:
-    """Yield lines about the model, the rounds, and the memory of server and clients at the start."""
+def _describe(method: Method, of_server: Mapping[str, int], eval_every: int) -> Iterator[str]:
+    """Yield lines about the model, the rounds, and the memory of server and clients at the start; `of_server`
+    are the bytes of the server's state by part."""
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     context, train, num_clients = method.context, method.context.train, method.context.num_clients
     num_unseen, times = len(context.num_samples_of_unseen), evaluations(train.rounds, eval_every)
@@ -178,7 +180,7 @@ def _describe(method: Method, eval_every: int) -> Iterator[str]:
     if num_unseen:
         adapting = train.of_unseen().local_epochs
         yield f"{num_unseen} unseen clients adapt for {adapting} epochs at each evaluation"
-    for part, count in state_bytes(method).items():
+    for part, count in of_server.items():
         yield f"server memory, {part}: {count:,} bytes"
     for name, rows in MethodAdapter(method).initial_clients([0]).items():
         whole = rows.nbytes * (num_clients + num_unseen)

@@ -258,12 +258,15 @@ def mistake_in_own_code(error: BaseException) -> str | None:
     modules = [module for name, module in sys.modules.items() if name.startswith(OWN_MODULE)]
     files = {module.__file__ for module in modules}
     for one in filter(None, (error, error.__cause__)):
-        frames = traceback.extract_tb(one.__traceback__)
+        # without those of other libraries
+        frames = [
+            frame
+            for frame in traceback.extract_tb(one.__traceback__)
+            if frame.filename in files or frame.filename.startswith(str(PACKAGE))
+        ]
         own = [frame for frame in frames if frame.filename in files]
-        ours = [frame for frame in frames if frame.filename.startswith(str(PACKAGE))]
-        last = [frame for frame in frames if frame in (*own, *ours)][-1:]
         # hpcfl raises errors about what it is asked for; its bugs are no raise statements
-        if own and (last == own[-1:] or (last[0].line or "").startswith("raise ")):
+        if own and (frames[-1] is own[-1] or (frames[-1].line or "").startswith("raise ")):
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
     for module in modules:
         classes = (name for name, value in vars(module).items() if isinstance(value, type))

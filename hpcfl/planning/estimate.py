@@ -21,7 +21,7 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
 from hpcfl.setup.experiment import is_batched
-from hpcfl.simulation.federation import EVALUATED_ELEMENTS
+from hpcfl.simulation.federation import num_evaluated_cohorts
 from hpcfl.simulation.migration import assign_workers
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.simulation.stopping import notice_s
@@ -210,7 +210,7 @@ class Planner:
         measured, count = self._measured, max(self._num_clients, self._num_unseen)
         common, rows = measured.evaluation.common, measured.evaluation.rows
         own = max(len(members) for by_worker in placed for members in by_worker)
-        scored = min(count, max(1, EVALUATED_ELEMENTS // self._method.layout.size))
+        scored = math.ceil(count / num_evaluated_cohorts(count, self._method.layout.size))
         scored_here = min(scored, max(map(len, shards)))
         model = max(measured.model_bytes, measured.unseen_model_bytes)
         state = min(measured.client_bytes * count, 4 * self._run.max_elements)

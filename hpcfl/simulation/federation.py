@@ -89,8 +89,8 @@ class Federation:
 
         Each cohort is spread evenly over the shards.
         """
-        parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
-        for part in range(min(parts, len(clients))):
+        parts = num_evaluated_cohorts(len(clients), self.method.layout.size)
+        for part in range(parts):
             yield self.cohort_of(round, clients[part::parts])
 
     def is_unseen(self, cohort: Cohort) -> bool:
@@ -234,6 +234,11 @@ class Uploads:
         for name, mask in whole.layer_mask.items():
             if mask.dim() == 2:
                 mask[part] = up.layer_mask[name]
+
+
+def num_evaluated_cohorts(num_clients: int, size: int) -> int:
+    """Return the number of cohorts in which clients with models of `size` numbers are evaluated."""
+    return min(num_clients, max(1, math.ceil(num_clients * size / EVALUATED_ELEMENTS)))
 
 
 def stack(messages: Sequence[Message], clients: Sequence[int]) -> Message:

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import isnan, nan
 
 import numpy as np
@@ -184,8 +184,8 @@ def _figures(run: Run, train: TrainConfig) -> dict[str, float]:
     accuracies = clients["accuracy"].tolist()
     members = float(run.done * train.cohort_size(len(accuracies)))
     if run.config.privacy.unit == "client":
-        drawn = partial(drawn_clients, len(accuracies), train.participation, run.config.run.seed)
-        members = float(sum(len(drawn(number)) for number in range(run.done)))
+        drawn = (len(accuracies), train.participation, run.config.run.seed)
+        members = float(sum(len(drawn_clients(*drawn, number)) for number in range(run.done)))
     silent = last.get("lost", 0.0) + last.get("diverged", 0.0) * (run.config.run.on_divergence == "skip")
     turns = {"down": members, "up": members - silent}
     # no steps where all members of all rounds in between were lost
