@@ -14,7 +14,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import columns
-from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.client_group import ClientGroup, GradientOf
 
 
 class SharedLayers(FedAvg):
@@ -60,17 +60,26 @@ class OwnLayers(SharedLayers):
         return Message(per_client={"theta": theta}, layer_mask={"theta": self.layer_mask})
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        """Train whole models [C, P] and return them; default: SGD on all layers with `local_gradient`."""
-        gradient = self.local_gradient(clients, Message(per_client={"theta": theta}))
+        """Train whole models [C, P] and return them; default: SGD on all layers with `training_gradient`."""
+        gradient = self.training_gradient(clients, Message(per_client={"theta": theta}))
         return clients.sgd(theta, gradient=gradient).theta
+
+    def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
+        """Return the `gradient` for `ClientGroup.sgd` of all local training, which starts from the evaluated
+        models `model`; default: None, that of the cross-entropy."""
+        return None
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": self.merged(clients, down)})
 
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        model = self.eval_model(clients, down)
+        return self._finetuned(clients, model, epochs, self.training_gradient(clients, model))
+
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
         model = self.eval_model(clients, down)
-        theta, gradient = model["theta"], self.local_gradient(clients, model) or clients.plain_gradient
+        theta, gradient = model["theta"], self.training_gradient(clients, model) or clients.plain_gradient
         # by index and not by mask: a mask would make a GPU wait for the host
         places = self.is_own.nonzero().squeeze(1).to(clients.device)
         own = clients.descent(theta[:, places])

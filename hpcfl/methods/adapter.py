@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.methods import diagnostics
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.methods.hook_results import (
@@ -85,13 +86,9 @@ class MethodAdapter:
 
     def _check_diagnostics(self, server: State) -> None:
         """Raise TypeError for a diagnostic that nothing would record, or whose values have other axes."""
-        method = type(self.method)
-        if (method.server_diagnostics, method.client_diagnostics) == (
-            Method.server_diagnostics,
-            Method.client_diagnostics,
-        ):
-            kept = server | self.method.client_state([0])
-            for one in method.diagnostics:
+        kept = server | self.method.client_state([0])
+        for one in self.method.diagnostics:
+            if one.of_server is None and one.of_clients is None:
                 if one.name not in kept:
                     raise TypeError(
                         f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
@@ -289,13 +286,13 @@ class MethodAdapter:
 
     def server_diagnostics(self, server: State) -> State:
         """Return what an evaluation records of the server's state."""
-        with unchanged_state(self._hook("server_diagnostics"), server):
-            return self.method.server_diagnostics(server)
+        with unchanged_state(self._hook("diagnostics"), server):
+            return diagnostics.values_of_server(self.method, server)
 
-    def derived(self, server: State) -> State:
-        """Return tensors for readers of a checkpoint."""
-        with unchanged_state(self._hook("derived"), server):
-            return self.method.derived(server)
+    def checkpoint_diagnostics(self, server: State) -> State:
+        """Return what a checkpoint holds beside the server's state, for readers."""
+        with unchanged_state(self._hook("diagnostics"), server):
+            return diagnostics.values_in_checkpoint(self.method, server)
 
     def _hook(self, name: str) -> str:
         """Return a hook's name in errors."""

@@ -21,7 +21,7 @@ from hpcfl.methods.checks import check_class, check_private, check_settings
 from hpcfl.methods.context import Context
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.traits import Traits
-from hpcfl.parameters import Layer, ParameterLayout, Tensors
+from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.losses import class_probabilities
 
@@ -59,8 +59,6 @@ class Method:
     sharded: ShardedRows | None = None
     """The client state [N, P] whose rows the server's hooks mix and compare; None: no state. In `aggregate`
     it raises RuntimeError until all of the upload is read."""
-    finetuned: slice = slice(None)
-    """The numbers of `theta` [P] that `finetune` trains; default: all."""
     sequential: str | None = None
     """The setting, such as `method.order=chain`, that makes each client of a round start where the client
     before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
@@ -82,14 +80,19 @@ class Method:
         self.network = self.make_network()
         """What clients train."""
         self.layout = ParameterLayout(self.network)
-        self.layers = self.make_layers()
-        self.body_layers = torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
-        """Which layers make up the feature extractor, bool [L]."""
+        self.layers = self.layout.layers()
+        """The units of weights, masks and byte counts: one layer per module, unless a class's __init__ sets
+        other ones."""
         policy = context.train.buffers or self.traits.buffers[0]
         self.buffers = Buffers(policy, self.network, self.layout, self.traits.averages_own_buffers)
         """The running statistics of BatchNorm; a class whose clients get several models changes it to those
         `of_models`."""
         check_private(self.name, self.privacy_units, context, self.buffers)
+
+    @property
+    def body_layers(self) -> Tensor:
+        """Which layers make up the feature extractor, bool [L]."""
+        return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raise TypeError from the first round on: checkpoints would not hold it, nor ranks share it."""
@@ -105,10 +108,6 @@ class Method:
     def make_network(self) -> nn.Module:
         """Return what clients train, with its first weights; default: the configured model."""
         return self.context.network
-
-    def make_layers(self) -> tuple[Layer, ...]:
-        """Return the layers, the units of weights, masks and byte counts; default: one layer per module."""
-        return self.layout.layers()
 
     def server_state(self) -> State:
         """Return the server's tensors at the start: kept on rank 0, written to every checkpoint."""
@@ -194,22 +193,24 @@ class Method:
         return Message(per_client={name: model[name] for name in model.names} | {"theta": theta})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        """Return the evaluated models after local adaptation; default: local training of the `finetuned`
-        numbers of `theta` with `local_gradient`. The clients' state cannot be written here."""
-        model = self.eval_model(clients, down).with_clients(len(clients))
-        theta = clients.sgd(
-            model["theta"],
-            gradient=self.local_gradient(clients, model),
-            trained=self.finetuned,
-            epochs=epochs,
-            purpose="finetune",
-        ).theta
-        return self._with_theta(model, clients, theta)
+        """Return the evaluated models after local adaptation; default: SGD on `theta`. The clients' state
+        cannot be written here."""
+        return self._finetuned(clients, self.eval_model(clients, down), epochs)
 
-    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
-        """Return the `gradient` for `ClientGroup.sgd` of local adaptation, which starts from evaluated models
-        `model`; default: None, that of the cross-entropy."""
-        return None
+    def _finetuned(
+        self,
+        clients: ClientGroup,
+        model: Message,
+        epochs: int,
+        gradient: GradientOf | None = None,
+        trained: slice = slice(None),
+    ) -> Message:
+        """Return models whose `theta` is adapted: `gradient` and `trained` are those of `ClientGroup.sgd`."""
+        model = model.with_clients(len(clients))
+        tuned = clients.sgd(
+            model["theta"], gradient=gradient, trained=trained, epochs=epochs, purpose="finetune"
+        )
+        return self._with_theta(model, clients, tuned.theta)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
@@ -247,26 +248,6 @@ class Method:
                 self.train(clients, down)
             return self.eval_model(clients, down)
         return self.finetune(clients, down, clients.local_epochs)
-
-    # diagnostics
-
-    def server_diagnostics(self, server: State) -> State:
-        """Return what an evaluation records of the server's state, one tensor per name.
-
-        Default: the tensors of the state that `diagnostics` name.
-        """
-        return {one.name: server[one.name] for one in self.diagnostics if one.name in server}
-
-    def client_diagnostics(self, clients: ClientGroup) -> State:
-        """Return what an evaluation records of a group, one tensor [C, ...] per name.
-
-        Default: the tensors of the clients' state that `diagnostics` name.
-        """
-        return {one.name: clients[one.name] for one in self.diagnostics if one.name in clients}
-
-    def derived(self, server: State) -> State:
-        """Return tensors for readers of a checkpoint; a resumed run does not load them."""
-        return {}
 
 
 class TwoPhaseMethod(Method):

@@ -21,6 +21,16 @@ from hpcfl.parameters import Layer
 OF_TWO_PHASES = ("needs_request", "client_request", "server_response")
 """Hooks of `TwoPhaseMethod`, which a plain method does not call."""
 
+FORMER = {
+    "derived": "a Diagnostic(..., of_server=..., in_checkpoints=True)",
+    "server_diagnostics": "Diagnostic(..., of_server=...)",
+    "client_diagnostics": "Diagnostic(..., of_clients=...)",
+    "finetuned": "finetune",
+    "local_gradient": "finetune",
+    "make_layers": "self.layers = ... in __init__",
+}
+"""Names that were hooks, and what replaces each."""
+
 _TRAITS = TypeAdapter(Traits)
 
 NEEDS = {
@@ -42,6 +52,8 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
         near = difflib.get_close_matches(name, members, n=1, cutoff=0.79)
         if name in Traits.__dataclass_fields__:
             near = [f"traits.{name}"]
+        if name in FORMER:
+            near = [FORMER[name]]
         if near:
             raise TypeError(
                 f"{kind.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"

@@ -50,9 +50,9 @@ LOG = logging.getLogger(__name__)
 class ClusteredFLParams(Params):
     """Hyper-parameters of Clustered FL.
 
-    Norms scale with `train.lr`, the local epochs and the network. To choose eps_1 and eps_2, look at
-    update_norm and mean_update_norm under /history in the checkpoint of a run. A run that never split warns
-    at its end and gives the reason.
+    Norms scale with `train.lr`, the local epochs and the network. To choose eps_1 and eps_2, look at the
+    lengths of updates on the page of a run (`hpcfl report`). A run that never split warns at its end and
+    gives the reason.
     """
 
     eps_1: float = Field(0.4, ge=0)
@@ -80,6 +80,24 @@ class ClusteredFL(Method):
             "Which cluster each client is in",
             "Number of a client's cluster; a cluster splits where its clients' updates disagree.",
             is_name=True,
+        ),
+        Diagnostic(
+            "update_norm",
+            ("client",),
+            "How long each client's update is",
+            "Length of the update that a client last sent, if it has trained in its present cluster; a "
+            "cluster splits only if the largest is above `method.eps_2`.",
+            low=0,
+            of_server=lambda method, server: method.update_norms(server)[0],
+        ),
+        Diagnostic(
+            "mean_update_norm",
+            ("client",),
+            "How long the mean update of each client's cluster is",
+            "Length of the mean of the updates that a cluster's clients last sent; a cluster splits only if "
+            "it is below `method.eps_1`.",
+            low=0,
+            of_server=lambda method, server: method.update_norms(server)[1],
         ),
     )
     params: ClusteredFLParams
@@ -143,17 +161,15 @@ class ClusteredFL(Method):
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": down["theta"] + up.per_client["update"]})
 
-    def server_diagnostics(self, server: State) -> State:
-        """Return each client's cluster, update norm and its cluster's mean update norm, [N] each.
-
-        Norms are nan for a client that has not trained in its present cluster.
-        """
+    def update_norms(self, server: State) -> list[Tensor]:
+        """Return the norms of each client's update and of its cluster's mean update, [N] each; nan for a
+        client that has not trained in its present cluster."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         means = torch.full_like(server["theta"], torch.nan)
         for number in cluster[known].unique().tolist():
             means[number] = updates[known & (cluster == number)].mean(dim=0)
-        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.norm(dim=1)[cluster]}
-        return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
+        norms = updates.norm(dim=1), means.norm(dim=1)[cluster]
+        return [norm.where(known, torch.nan) for norm in norms]
 
     def _split(self, server: State, number: int) -> str | None:
         """Split a cluster if its clients' updates disagree: give some a new number. Otherwise return the

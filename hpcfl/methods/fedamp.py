@@ -31,7 +31,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
-from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
 
@@ -69,6 +69,7 @@ class FedAMP(ModelBank):
             "Weight that a client (row) gives to each client's model (column) in u_i; a row sums to 1.",
             low=0,
             high=1,
+            of_server=lambda method, server: method.all_weights(server),
         ),
     )
     params: FedAMPParams
@@ -106,16 +107,14 @@ class FedAMP(ModelBank):
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": self.mean_of_models(server)})
 
-    def server_diagnostics(self, server: State) -> State:
-        """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
-        models, count = server["models"], self.context.num_clients
-        if count**2 > HISTORY_LIMIT:
-            return {}
-        weights, sound = torch.eye(count), (models.norm(dim=1) < LONGEST).nonzero().squeeze(1)
+    def all_weights(self, server: State) -> Tensor:
+        """Return the weights [N, N] of the next round."""
+        models = server["models"]
+        weights, sound = torch.eye(len(models)), (models.norm(dim=1) < LONGEST).nonzero().squeeze(1)
         if len(sound):
             is_known = server["is_known"][sound] == 1
             weights[sound[:, None], sound] = self.attention(models[sound], range(len(sound)), is_known)
-        return {"attention": weights}
+        return weights
 
     def attention(self, models: Tensor, clients: Sequence[int], is_known: Tensor) -> Tensor:
         """Return the weights [S, n] of the models [n, P] in the u_i of some clients; each row sums to 1.

@@ -39,7 +39,7 @@ class FedBABU(SharedLayers):
         super().__init__(context, params)
         self._head = context.initial_parameters()[self.layout.head]
         parts = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
-        self.finetuned = parts[params.finetune]
+        self._finetuned_part = parts[params.finetune]
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._with_head(down)["theta"], trained=self.layout.body).theta
@@ -47,6 +47,9 @@ class FedBABU(SharedLayers):
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return self._with_head(down)
+
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        return self._finetuned(clients, self._with_head(down), epochs, trained=self._finetuned_part)
 
     def _with_head(self, down: Message) -> Message:
         """Return the downloaded body under the fixed head, which all clients share."""

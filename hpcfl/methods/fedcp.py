@@ -61,7 +61,7 @@ class FedCP(FedPer):
         super().__init__(context, params)
         head = self.layout.head
         self._shared_head = slice(0, head.stop - head.start)
-        self.finetuned = slice(self._shared_head.stop, self.layout.size)
+        self._own_and_policy = slice(self._shared_head.stop, self.layout.size)
         self._num_features = context.network.num_features
 
     def make_network(self) -> PolicyNetwork:
@@ -69,8 +69,8 @@ class FedCP(FedPer):
             return PolicyNetwork(self.context.build_network(-1))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        gradient = self.local_gradient(clients, Message(per_client={"theta": theta}))
-        theta = clients.sgd(theta, gradient=gradient, trained=self.finetuned).theta
+        gradient = self.training_gradient(clients, Message(per_client={"theta": theta}))
+        theta = clients.sgd(theta, gradient=gradient, trained=self._own_and_policy).theta
         theta[:, self._shared_head] = (theta[:, self._shared_head] + theta[:, self.layout.head]) / 2
         return theta
 
@@ -79,7 +79,7 @@ class FedCP(FedPer):
         theta[:, self._shared_head] = down["theta"][:, self._shared_head]
         return Message(per_client={"theta": theta})
 
-    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
+    def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
         received = model["theta"]
         weight = received[:, self.layout.head.start :][:, : self.context.num_classes * self._num_features]
         context = context_of(weight.unflatten(1, (self.context.num_classes, self._num_features)))

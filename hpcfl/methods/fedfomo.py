@@ -35,7 +35,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
-from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import sample_losses
@@ -136,10 +136,6 @@ class FedFomo(ModelBank):
         _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
         return Message(per_client={"theta": theta})
-
-    def server_diagnostics(self, server: State) -> State:
-        """Return the matrix [N, N]; of more than HISTORY_LIMIT entries, only /server has the newest."""
-        return {"affinity": server["affinity"]} if server["affinity"].numel() <= HISTORY_LIMIT else {}
 
     def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""

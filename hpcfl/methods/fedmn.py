@@ -89,7 +89,7 @@ from hpcfl.models.modular import (
     num_paths,
     path_names,
 )
-from hpcfl.parameters import Layer, Tensors, columns
+from hpcfl.parameters import Tensors, columns
 from hpcfl.randomness import seeded_generators
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
@@ -176,6 +176,7 @@ class FedMN(TwoPhaseMethod):
     def __init__(self, context: Context, params: FedMNParams) -> None:
         _check(params, context.train.rounds)
         super().__init__(context, params)
+        self.layers = self.layout.layers("child")
         self.sequential = "method.order=chain" if params.order == "chain" else None
         names = [layer.name for layer in self.layers]
         self._is_router = torch.tensor([name == ROUTER for name in names])
@@ -197,9 +198,6 @@ class FedMN(TwoPhaseMethod):
         with seeded_generators(context.seed, "modular network", client=-1):
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             return ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier, *router)
-
-    def make_layers(self) -> tuple[Layer, ...]:
-        return self.layout.layers("child")
 
     def server_state(self) -> State:
         return {"theta": self.layout.flatten(self.network)[0]}
@@ -318,8 +316,11 @@ class FedMN(TwoPhaseMethod):
             decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
         return Message(shared, {"decision": decision})
 
-    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
-        return self._gradient(clients, model.only("decision").per_client)
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        model = self.eval_model(clients, down)
+        return self._finetuned(
+            clients, model, epochs, self._gradient(clients, model.only("decision").per_client)
+        )
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)

@@ -73,7 +73,7 @@ class GPFL(FedPer):
 
         return clients.sgd(
             theta,
-            gradient=self.local_gradient(clients, self._with_shares(clients, theta)),
+            gradient=self.training_gradient(clients, self._with_shares(clients, theta)),
             extra_gradient=decay if self.params.decay else None,
         ).theta
 
@@ -100,7 +100,7 @@ class GPFL(FedPer):
     def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:
         return Message(per_client={"theta": theta, "shares": self.shares(clients)})
 
-    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
+    def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
         # the conditions are made of the embeddings received
         received, shares = model["theta"], model["shares"]
         start, stop = self._decayed.start, self._decayed.start + self.network.embeddings.weight.numel()

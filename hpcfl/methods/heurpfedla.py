@@ -64,6 +64,8 @@ class HeurpFedLA(PFedLA):
     def __init__(self, context: Context, params: HeurpFedLAParams) -> None:
         super().__init__(context, params)
         check_num_layers(self.layers, "k", params.k)
+        if not params.k:
+            self.diagnostics = PFedLA.diagnostics
 
     def client_state(self, clients: Sequence[int]) -> State:
         state = super().client_state(clients)

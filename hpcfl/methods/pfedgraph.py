@@ -34,7 +34,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods._model_bank import ModelBank, rows_among
 from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
 
@@ -62,6 +62,7 @@ class PFedGraph(ModelBank):
             "Weight that a client (row) gives to each client's model (column) in u_i; a row sums to 1.",
             low=0,
             high=1,
+            of_server=lambda method, server: method.graph(server),
         ),
     )
     params: PFedGraphParams
@@ -84,16 +85,13 @@ class PFedGraph(ModelBank):
         clients["theta"] = clients.sgd(u, extra_gradient=pull).theta
         return Message(per_client={"theta": clients["theta"]})
 
-    def server_diagnostics(self, server: State) -> State:
-        """Return the weights [N, N] of the next round, nan while there are none; nothing of more than
-        HISTORY_LIMIT entries."""
+    def graph(self, server: State) -> Tensor:
+        """Return the weights [N, N] of the next round, nan while there are none."""
         count, known = self.context.num_clients, self.known(server)
-        if count**2 > HISTORY_LIMIT:
-            return {}
         graph = torch.full((count, count), 0.0 if len(known) else torch.nan)
         if len(known):
             graph[:, known] = self.weights(server["models"], known, range(count)).to(graph)
-        return {"collaboration": graph}
+        return graph
 
     def weights(self, models: Tensor, known: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the weights W [S, n], float64, of the models of known clients [n] in u of some clients.

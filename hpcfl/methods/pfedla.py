@@ -57,16 +57,15 @@ from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State, Traits
-from hpcfl.methods.diagnostics import HISTORY_LIMIT, Diagnostic
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.hypernetworks import HeadInit, HypernetworkOptimiser, Hypernetworks, HypernetworkState
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.client_group import ClientGroup
 
 LARGEST_UPDATE = "optimiser/largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
-CHECKPOINT_LIMIT = 2**24
-"""Largest number N*L*N of weights that checkpoints hold in full, for readers (64 MB); with more, they hold
-only the weight that each client gives to its own model. As many weights are computed at once."""
+WEIGHTS_AT_ONCE = 2**24
+"""Number of weights of all clients' that are computed at once (64 MB)."""
 
 
 class PFedLAParams(Params):
@@ -117,6 +116,8 @@ class PFedLA(Method):
             "Weight that a client (row) gives to each client's model (column), layer by layer; a row sums to "
             "1 (figures 5 to 7 of the paper).",
             low=0,
+            of_server=lambda method, server: method.alpha(server, range(method.context.num_clients)),
+            in_checkpoints=True,
         ),
         Diagnostic(
             "self_weight",
@@ -125,12 +126,16 @@ class PFedLA(Method):
             "Weight that a client gives to its own model, layer by layer; 1 is local training.",
             low=0,
             high=1,
+            of_server=lambda method, server: method.self_weights(server),
+            in_checkpoints=True,
+            instead_of="alpha",
         ),
     )
     params: PFedLAParams
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
+        self.layers = self.layout.layers(params.layer)
         self.sharded = ShardedRows("theta", self.layers) if params.server == "sharded" else None
         if self.sharded is not None and len(context.num_samples_of_unseen):
             raise UserError(
@@ -153,9 +158,6 @@ class PFedLA(Method):
         given = params.hypernetwork_lr
         self.hypernetwork_lr = STEP_SIZES[params.optimiser] if given is None else given
         self.learner = HypernetworkState(self.hypernetworks, params.optimiser, self.hypernetwork_lr)
-
-    def make_layers(self) -> tuple[Layer, ...]:
-        return self.layout.layers(self.params.layer)
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
@@ -245,24 +247,15 @@ class PFedLA(Method):
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": down["theta"]})
 
-    def derived(self, server: State) -> State:
-        """Return the weights [N, L, N], or the own ones [N, L] if there are more than CHECKPOINT_LIMIT."""
-        return self._weights(server, CHECKPOINT_LIMIT)
-
-    def server_diagnostics(self, server: State) -> State:
-        """Return the weights [N, L, N], or the own ones [N, L] if there are more than HISTORY_LIMIT."""
-        return super().server_diagnostics(server) | self._weights(server, HISTORY_LIMIT)
-
-    def _weights(self, server: State, limit: int) -> State:
-        num_clients, of_one = self.context.num_clients, len(self.layers) * self.context.num_clients
-        if num_clients * of_one <= limit:
-            return {"alpha": self.alpha(server, range(num_clients))}
+    def self_weights(self, server: State) -> Tensor:
+        """Return the weight of each client's own model [N, L]."""
+        num_clients = self.context.num_clients
         own = []
-        step = max(1, CHECKPOINT_LIMIT // of_one)
+        step = max(1, WEIGHTS_AT_ONCE // (len(self.layers) * num_clients))
         for start in range(0, num_clients, step):
             some = range(start, min(start + step, num_clients))
             own.append(self.alpha(server, some)[:, :, some.start : some.stop].diagonal(dim1=0, dim2=2).T)
-        return {"self_weight": torch.cat(own)}
+        return torch.cat(own)
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""

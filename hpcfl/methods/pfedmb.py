@@ -96,6 +96,7 @@ class PFedMB(Method):
             "of the paper).",
             low=0,
             high=1,
+            of_clients=lambda method, clients: method.alpha(clients[method.kept]),
         ),
     )
     params: PFedMBParams
@@ -151,9 +152,6 @@ class PFedMB(Method):
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
-
-    def client_diagnostics(self, clients: ClientGroup) -> State:
-        return {"alpha": self.alpha(clients[self.kept])}
 
     def alpha(self, kept: Tensor) -> Tensor:
         """Return alpha [C, L, B] from what clients keep: rows for branched layers, or one for all of them."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message, SameKinds
+from hpcfl.methods import diagnostics
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.ledger import ClientMetrics, Evaluation
@@ -142,12 +143,12 @@ class Evaluator:
     def client_diagnostics(self, done: int) -> State:
         """Bring the diagnostics of all clients to the server, one tensor [N, ...] per name. Collective."""
         federation, method = self._federation, self._method
-        is_default = type(method).client_diagnostics is Method.client_diagnostics
-        if is_default and not any(one.name in federation.worker_context.state for one in method.diagnostics):
+        kept = federation.worker_context.state
+        if not any(one.of_clients or one.name in kept for one in method.diagnostics):
             return {}
         cohort = federation.cohort_of(done, range(federation.num_clients))
         rows = [
-            Message(per_client=method.client_diagnostics(clients), num_clients=len(clients))
+            Message(per_client=diagnostics.values_of_clients(method, clients), num_clients=len(clients))
             for _, clients in federation.groups(cohort)
         ]
         return federation.channel.up(stack(rows, federation.own(cohort)), cohort).collect()

@@ -237,15 +237,12 @@ def test_tensors_whose_changes_torch_does_not_count_may_be_in_the_state() -> Non
     assert Run("method.name=fedavg", *MLP, "train.rounds=2", kind=kind).server["theta"].is_inference()
 
 
-@pytest.mark.parametrize("hook", ["server_diagnostics", "derived"])
-def test_records_change_no_state(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(self: FedAvg, server: State) -> State:
-        return {"theta": server["theta"].mul_(0.9)}
-
+def test_a_diagnostic_changes_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = Diagnostic("norm", ("client",), "", "", of_server=lambda _, server: server["theta"].mul_(0.9)[:3])
     monkeypatch.setitem(
-        METHODS, "mistaken", type("Mistaken", (FedAvg,), {hook: recorded, "name": "mistaken"})
+        METHODS, "mistaken", type("Mistaken", (FedAvg,), {"diagnostics": (norms,), "name": "mistaken"})
     )
-    with pytest.raises(TypeError, match=rf"Mistaken\.{hook} changed server\['theta'\]"):
+    with pytest.raises(TypeError, match=r"Mistaken\.diagnostics changed server\['theta'\]"):
         run_here(tmp_path / "run", [*SMALL, *MLP, "method.name=mistaken", "run.report=false"])
 
 

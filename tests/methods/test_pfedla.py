@@ -15,7 +15,7 @@ from uploads import upload_of
 
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.errors import UserError
-from hpcfl.methods import Method, pfedla
+from hpcfl.methods import Method, diagnostics, pfedla
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
@@ -83,7 +83,7 @@ def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: 
     assert alpha.min() >= 0
     torch.testing.assert_close(alpha.sum(dim=-1), torch.ones(4, 4), rtol=0, atol=1e-6)
     assert torch.equal(run.method.alpha(run.server, [2, 3]), alpha[2:])
-    assert torch.equal(run.method.derived(run.server)["alpha"], alpha)
+    assert torch.equal(diagnostics.values_in_checkpoint(run.method, run.server)["alpha"], alpha)
 
 
 def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> None:
@@ -182,12 +182,14 @@ def test_only_weights_of_own_models_are_recorded_if_there_are_too_many(
 ) -> None:
     run = Run(*DIVERSE, *LOW_RANK, "train.rounds=1")
     alpha = run.method.alpha(run.server, range(4))
-    assert torch.equal(run.method.derived(run.server)["alpha"], alpha)
+    assert torch.equal(diagnostics.values_in_checkpoint(run.method, run.server)["alpha"], alpha)
     own = torch.stack([alpha[client, :, client] for client in range(4)])
     # room for the weights of two clients at once
-    monkeypatch.setattr(pfedla, "CHECKPOINT_LIMIT", 2 * 4 * 4)
-    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 2 * 4 * 4)
-    for recorded in (run.method.derived(run.server), run.method.server_diagnostics(run.server)):
+    monkeypatch.setattr(pfedla, "WEIGHTS_AT_ONCE", 2 * 4 * 4)
+    monkeypatch.setattr(diagnostics, "CHECKPOINT_LIMIT", 4 * 4 * 4 - 1)
+    monkeypatch.setattr(diagnostics, "HISTORY_LIMIT", 4 * 4 * 4 - 1)
+    for values in (diagnostics.values_in_checkpoint, diagnostics.values_of_server):
+        recorded = values(run.method, run.server)
         assert list(recorded) == ["self_weight"]
         torch.testing.assert_close(recorded["self_weight"], own)
 

@@ -229,17 +229,23 @@ from hpcfl.methods.diagnostics import Diagnostic
 
 
 class Counting(FedAvg):
-    diagnostics = (Diagnostic("met", ("client",), "Meetings </script> & co", "Rounds with a client.", low=0),)
+    diagnostics = (
+        Diagnostic(
+            "met",
+            ("client",),
+            "Meetings </script> & co",
+            "Rounds with a client.",
+            low=0,
+            of_server=lambda method, server: server["counts"],
+        ),
+    )
 
     def server_state(self):
-        return super().server_state() | {"met": torch.zeros(self.context.num_clients)}
+        return super().server_state() | {"counts": torch.zeros(self.context.num_clients)}
 
     def aggregate(self, server, cohort, up):
         super().aggregate(server, cohort, up)
-        server["met"][list(cohort.clients)] += 1
-
-    def server_diagnostics(self, server):
-        return {"met": server["met"]}
+        server["counts"][list(cohort.clients)] += 1
 '''
 
 

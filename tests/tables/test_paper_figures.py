@@ -21,7 +21,7 @@ import hpcfl.storage.checkpoint
 from hpcfl.data import bundled
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
-from hpcfl.methods import pfedla
+from hpcfl.methods import diagnostics
 from hpcfl.tables import drawing
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Table
@@ -257,7 +257,7 @@ def test_a_matrix_of_clients_by_layers_shows_the_named_layers(toy: dict[str, Fig
 def test_the_newest_weights_are_drawn_if_there_are_too_many(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 1)
+    monkeypatch.setattr(diagnostics, "HISTORY_LIMIT", 1)
     command = ["table", *words, "--out", str(tmp_path), "--quiet", "--seeds", "0"]
     assert main([*command, "--row", "HeurpFedLA", "--column", "0.9"]) == FINISHED
     picture = drawn(words, tmp_path, "toy.yaml")["figure_a"]
