@@ -60,11 +60,15 @@ class ForcedStop(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(
-            f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint "
-            "was kept; rerun the same command to resume"
+            f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint, "
+            "if there is one, was kept; rerun the same command to resume"
         )
         self.exit_code = 128 + number
         """The code that a shell reports for a process killed by this signal."""
+
+
+class DifferentTensorsError(ValueError):
+    """A hook has returned other tensors for one client than for another: a mistake in a method."""
 
 
 class StorageError(Exception):

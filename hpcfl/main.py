@@ -49,7 +49,10 @@ from hpcfl.terminal import drop_buffered, print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command or a simulation and return the exit code. Collective under mpirun."""
+    """Run a command or a simulation and return the exit code. Collective under mpirun.
+
+    The process is to end then: after runs, its stop signals are ignored.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     prints_errors = True
     try:
@@ -108,7 +111,7 @@ def _run(arguments: Sequence[str], world: Communicator) -> int:
         command = command_line([word for word in arguments if word != "--fresh"], world.size)
         outcome = run(config, folder, world, stop, command, fresh=options.fresh, quiet=options.quiet)
     finally:
-        stop.restore()
+        stop.ignore()
     return STOPPED if outcome == "stopped" else FINISHED
 
 

@@ -6,9 +6,10 @@ Shapes: P trainable numbers, U running statistics of BatchNorm, L layers.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal
 
 import torch
@@ -58,13 +59,16 @@ class ParameterLayout:
     """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
 
     `body` and `head` are the two parts of a network that has them. Running statistics have a vector of their
-    own, and BatchNorm's `num_batches_tracked` is not kept at all.
+    own. Buffers that are not floating-point numbers, such as masks, stay in the network's module, and
+    BatchNorm's `num_batches_tracked` is not kept at all.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self.parameters = _slots({name: p.shape for name, p in network.named_parameters()})
-        statistics = {n: b.shape for n, b in network.named_buffers() if not n.endswith("num_batches_tracked")}
-        self.buffers = _slots(statistics)
+        self._order = {name: number for number, (name, _) in enumerate(network.named_modules())}
+        short = _short_names(list(self._order))
+        self.parameters = _slots({name: p.shape for name, p in network.named_parameters()}, short)
+        statistics = {n: b.shape for n, b in network.named_buffers() if b.is_floating_point()}
+        self.buffers = _slots(statistics, short)
         self.size = self.parameters[-1].stop
         self.buffer_size = self.buffers[-1].stop if self.buffers else 0
         head = (slot.start for slot in self.parameters if slot.name.startswith("head."))
@@ -72,7 +76,7 @@ class ParameterLayout:
         self.body = slice(0, head_start)
         self.head = slice(head_start, self.size)
         self.batchnorm_modules = frozenset(
-            _display(name) for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
+            short[name] for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
         )
 
     @property
@@ -90,23 +94,33 @@ class ParameterLayout:
         keys: list[str] = []
         for slot in self.parameters:
             if granularity == "tensor":
-                keys.append(_display(slot.name))
+                keys.append(f"{slot.module}.{slot.name.rpartition('.')[2]}".removeprefix("."))
             elif granularity == "child":
                 keys.append(slot.name.partition(".")[0])
             elif granularity == "block" and slot.module in self.batchnorm_modules and keys:
                 keys.append(keys[-1])
             else:
                 keys.append(slot.module)
-        layers: list[Layer] = []
-        buffer_stop = 0
-        for key, members in groupby(zip(keys, self.parameters, strict=True), key=lambda pair: pair[0]):
-            slots = [slot for _, slot in members]
-            # of a BatchNorm module split in two tensors, the weight carries the statistics
-            modules = {slot.module for slot in slots if slot.name.endswith("weight")}
-            buffer_start = buffer_stop
-            buffer_stop += sum(slot.stop - slot.start for slot in self.buffers if slot.module in modules)
-            layers.append(Layer(key, slots[0].start, slots[-1].stop, buffer_start, buffer_stop))
-        return tuple(layers)
+        pairs = groupby(zip(keys, self.parameters, strict=True), key=lambda pair: pair[0])
+        of_layers = [(key, [slot for _, slot in members]) for key, members in pairs]
+        # statistics of a module without weights are of the layer before it; of a BatchNorm module split in
+        # two tensors, the weight carries the statistics
+        stops = [self._buffers_before(slots, after[0]) for (_, slots), (_, after) in pairwise(of_layers)]
+        starts = [0, *stops]
+        return tuple(
+            Layer(key, slots[0].start, slots[-1].stop, start, stop)
+            for (key, slots), start, stop in zip(of_layers, starts, [*stops, self.buffer_size], strict=True)
+        )
+
+    def _buffers_before(self, slots: Sequence[Slot], after: Slot) -> int:
+        """Return where the statistics end of modules before that of the tensor `after`, in the network's
+        order; those of its own module are before it, if `slots` have another tensor of the module."""
+        number = self._place(after) + (slots[-1].module == after.module)
+        return sum(slot.stop - slot.start for slot in self.buffers if self._place(slot) < number)
+
+    def _place(self, slot: Slot) -> int:
+        """Return the number of a tensor's module in the network."""
+        return self._order[slot.name.rpartition(".")[0]]
 
     def views(self, theta: Tensor, start: int = 0) -> dict[str, Tensor]:
         """Split a flat vector [P] into named tensors that share its memory (and its gradient graph).
@@ -138,7 +152,11 @@ class ParameterLayout:
     def filled(self, network: nn.Module, theta: Tensor, buffers: Tensor) -> nn.Module:
         """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
         network = copy.deepcopy(network).eval()
-        network.load_state_dict(self.views(theta) | self.buffer_views(buffers))
+        # by name: a state_dict has tied weights twice, and other buffers
+        tensors = dict(network.named_parameters()) | dict(network.named_buffers())
+        with torch.no_grad():
+            for name, value in (self.views(theta) | self.buffer_views(buffers)).items():
+                tensors[name].copy_(value)
         return network
 
 
@@ -164,18 +182,21 @@ def pieces(layers: Sequence[Layer]) -> Iterator[tuple[int, slice]]:
             yield number, slice(start, min(start + COLUMNS_AT_ONCE, layer.stop))
 
 
-def _slots(shapes: dict[str, torch.Size]) -> tuple[Slot, ...]:
+def _slots(shapes: dict[str, torch.Size], short: dict[str, str]) -> tuple[Slot, ...]:
     slots, start = [], 0
     for name, shape in shapes.items():
         stop = start + shape.numel()
-        slots.append(Slot(name, tuple(shape), start, stop, _display(name.rpartition(".")[0])))
+        slots.append(Slot(name, tuple(shape), start, stop, short[name.rpartition(".")[0]]))
         start = stop
     return tuple(slots)
 
 
-def _display(name: str) -> str:
-    """Name a layer as papers do: without the `body.` or `head.` that every network starts with."""
-    return name.removeprefix("body.").removeprefix("head.")
+def _short_names(modules: Sequence[str]) -> dict[str, str]:
+    """Name modules as papers do: without the `body.` or `head.` that every network starts with, if this
+    names one of them only."""
+    short = {name: name.removeprefix("body.").removeprefix("head.") for name in modules}
+    times = Counter(short.values())
+    return {name: one if times[one] == 1 else name for name, one in short.items()}
 
 
 def _views(slots: Sequence[Slot], flat: Tensor) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
+from hpcfl.simulation.stopping import STOP_SIGNALS
 
 # A shell that starts the tests in the background has them, and all that they start, ignore it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -90,6 +91,17 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+@pytest.fixture(autouse=True)
+def signals_handled_as_before() -> Iterator[None]:
+    """Undo that the program ignores stop signals when it ends."""
+    yield
+    for number, handler in HANDLERS.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @pytest.fixture(autouse=True)

@@ -444,8 +444,16 @@ def test_a_file_cannot_import_one_beside_it(tmp_path: Path, module: str) -> None
     ("old", "new", "expected"),
     [
         ("return Network", "Network", "its build returned a NoneType; return Network(body, head)"),
-        ("num_classes))", "7))", "its network returns [2, 7] for two images of 1x8x8; expected: [2, 10],"),
-        ("Linear(64, num_classes)", "LSTM(64, 10)", "its network returns a tuple for two images of 1x8x8; "),
+        (
+            "num_classes))",
+            "7))",
+            "its network returns [2, 7] for two samples (images of 1x8x8); expected: [2, 10],",
+        ),
+        (
+            "Linear(64, num_classes)",
+            "LSTM(64, 10)",
+            "its network returns a tuple for two samples (images of 1x8x8); ",
+        ),
     ],
 )
 def test_a_network_without_logits_is_refused(

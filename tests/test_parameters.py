@@ -11,7 +11,7 @@ from harness import make_network
 from torch import nn
 
 from hpcfl.models.networks import Network
-from hpcfl.parameters import ParameterLayout, columns
+from hpcfl.parameters import Granularity, ParameterLayout, columns
 
 # digits_cnn with BatchNorm: conv 16/32 3x3, fc 128 -> 64 -> 10
 SIZES = {"conv1": 160, "bn1": 32, "conv2": 4640, "bn2": 64, "fc1": 8256, "fc2": 650}
@@ -118,3 +118,30 @@ def test_a_choice_of_layers_spreads_over_their_numbers(layout: ParameterLayout) 
     assert spread.sum(dim=1).tolist() == [160, 650]
     assert spread[0, :160].all()
     assert spread[1, -650:].all()
+
+
+def test_statistics_belong_to_their_own_module_also_without_weights() -> None:
+    body = OrderedDict(
+        conv=nn.Conv2d(1, 2, 1),
+        plain=nn.BatchNorm2d(2, affine=False),
+        bn=nn.BatchNorm2d(2),
+        fc=nn.Linear(2, 2),
+    )
+    layout = ParameterLayout(Network(body, OrderedDict(out=nn.Linear(2, 2))))
+    expected = {"conv": (0, 4), "bn": (4, 8), "fc": (8, 8), "out": (8, 8)}
+    assert {layer.name: (layer.buffer_start, layer.buffer_stop) for layer in layout.layers()} == expected
+    of_tensors = {layer.name: layer.buffer_stop - layer.buffer_start for layer in layout.layers("tensor")}
+    assert of_tensors["bn.weight"] == 4
+    assert sum(of_tensors.values()) == 8
+    (block, *_) = layout.layers("block")
+    assert (block.name, block.buffer_start, block.buffer_stop) == ("conv", 0, 8)
+
+
+@pytest.mark.parametrize("granularity", ["module", "tensor"])
+def test_modules_of_one_name_in_body_and_head_are_layers_of_their_own(granularity: Granularity) -> None:
+    layout = ParameterLayout(Network(OrderedDict(fc=nn.Linear(4, 3)), OrderedDict(fc=nn.Linear(3, 2))))
+    layers = layout.layers(granularity)
+    of_body = [layer.name for layer in layers if layer.stop <= layout.body.stop]
+    of_head = [layer.name for layer in layers if layer.stop > layout.body.stop]
+    assert {name.partition(".")[0] for name in of_body} == {"body"}
+    assert {name.partition(".")[0] for name in of_head} == {"head"}

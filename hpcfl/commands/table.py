@@ -65,7 +65,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     say = _printer(options.quiet)
     with ExitStack() as at_exit:
         stop = StopFlag()
-        at_exit.callback(stop.restore)
+        at_exit.callback(stop.ignore)
         table = run_collectively(
             world,
             lambda: Table(

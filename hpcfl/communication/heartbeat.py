@@ -113,8 +113,8 @@ class Heartbeat:
         them = "has" if len(silent) == 1 else "have"
         raise RankTimeoutError(
             f"{names} {them} sent no heartbeat for {self._timeout_s:g} s (run.timeout) {phase}: dead, "
-            "cut off, stopped, or busy with one long step; all ranks end; the last checkpoint was kept; "
-            "rerun the same command to resume; if one client takes so long, set run.timeout="
+            "cut off, stopped, or busy with one long step; all ranks end; the last checkpoint, if there is "
+            "one, was kept; rerun the same command to resume; if one client takes so long, set run.timeout="
             f"{2 * self._timeout_s:g} or null"
         )
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hpcfl.errors import DifferentTensorsError
+
 BUFFERS = "buffers"
 """Name of the running statistics in a message; their bytes have a column of their own."""
 
@@ -165,13 +167,13 @@ class SameKinds:
         self._first: tuple[int, Mapping[str, str]] | None = None
 
     def check(self, client: int, kinds: Mapping[str, str]) -> None:
-        """Raise ValueError unless a client's `Message.row_kinds` are those of the first client."""
+        """Raise DifferentTensorsError unless a client's `Message.row_kinds` are those of the first client."""
         self._first = self._first or (client, kinds)
         one, known = self._first
         for name in [*known, *kinds]:
             if known.get(name) != kinds.get(name):
                 here, there = (of_one.get(name, "missing") for of_one in (known, kinds))
-                raise ValueError(
+                raise DifferentTensorsError(
                     f"hooks must return the same tensors for all clients, and {name!r} of client {one} is "
                     f"{here}, of client {client} {there}"
                 )

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.keys import Settings
-from hpcfl.errors import UserError, one_line
+from hpcfl.errors import DifferentTensorsError, UserError, one_line
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -268,6 +268,8 @@ def mistake_in_own_code(error: BaseException) -> str | None:
         # hpcfl raises errors about what it is asked for; its bugs are no raise statements
         if own and (frames[-1] is own[-1] or (frames[-1].line or "").startswith("raise ")):
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
+    if modules and isinstance(error, DifferentTensorsError):
+        return f"{', '.join(module.__file__ or '' for module in modules)}: {text}"
     for module in modules:
         classes = (name for name, value in vars(module).items() if isinstance(value, type))
         if any(str(error).startswith(f"{name}.") for name in classes):

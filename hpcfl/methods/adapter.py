@@ -17,6 +17,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods import diagnostics
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.hook_results import (
     check_kinds,
     check_message,
@@ -287,12 +288,29 @@ class MethodAdapter:
     def server_diagnostics(self, server: State) -> State:
         """Return what an evaluation records of the server's state."""
         with unchanged_state(self._hook("diagnostics"), server):
-            return diagnostics.values_of_server(self.method, server)
+            chosen = self._diagnostics_up_to(diagnostics.HISTORY_LIMIT)
+            kept = {one.name: server[one.name] for one in chosen if one.name in server}
+            return kept | {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
+
+    def client_diagnostics(self, clients: ClientGroup) -> State:
+        """Return what an evaluation records of a group, one tensor [C, ...] per name."""
+        known = self.method.diagnostics
+        kept = {one.name: clients[one.name] for one in known if one.name in clients}
+        return kept | {one.name: one.of_clients(self.method, clients) for one in known if one.of_clients}
 
     def checkpoint_diagnostics(self, server: State) -> State:
         """Return what a checkpoint holds beside the server's state, for readers."""
         with unchanged_state(self._hook("diagnostics"), server):
-            return diagnostics.values_in_checkpoint(self.method, server)
+            chosen = self._diagnostics_up_to(diagnostics.CHECKPOINT_LIMIT)
+            computed = {one.name: one.of_server for one in chosen if one.of_server and one.in_checkpoints}
+            return {name: compute(self.method, server) for name, compute in computed.items()}
+
+    def _diagnostics_up_to(self, limit: int) -> list[Diagnostic]:
+        """Return the diagnostics that have at most so many entries, and those in place of others."""
+        clients, layers = self.method.context.num_clients, len(self.method.layers)
+        fitting = [one for one in self.method.diagnostics if one.fits(clients, layers, limit)]
+        names = [one.name for one in fitting]
+        return [one for one in fitting if one.instead_of not in names]
 
     def _hook(self, name: str) -> str:
         """Return a hook's name in errors."""

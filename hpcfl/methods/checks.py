@@ -146,8 +146,9 @@ def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, b
         )
     if unit == "sample" and buffers.layout.buffer_size:
         raise UserError(
-            f"{key} needs a model without BatchNorm, which mixes the samples of a mini-batch, and model."
-            f"name={context.model_name} has it here; use another, such as model.batchnorm=false"
+            f"{key} needs a model without running statistics such as BatchNorm's, which mix the samples of a "
+            f"mini-batch, and model.name={context.model_name} has {buffers.layout.buffers[0].name} here; use "
+            "another, such as model.name=lenet model.batchnorm=false"
         )
     if buffers.has_policy("average"):
         raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcfl.config.keys import ClientsConfig, PrivacyConfig, ServerConfig, TrainConfig
 from hpcfl.config.own_code import is_own
-from hpcfl.models import Network, NetworkOptions, build_network, check_outputs
+from hpcfl.models import Network, NetworkOptions, build_network, check_network
 from hpcfl.parameters import ParameterLayout
 from hpcfl.samples import SampleType
 
@@ -58,7 +58,7 @@ class Context:
         """Builds the model with the initial weights of a draw: a client's id, or -1 for the common draw."""
         self.network = self.build_network(-1)
         if is_own("model.path", model):
-            check_outputs(model, self.network, sample, num_classes)
+            check_network(model, self.network, sample, num_classes)
         self.weights_are_given = getattr(model_options, "weights", None) is not None
         """Whether a file holds the initial weights, so that all draws are alike."""
         self.layout = ParameterLayout(self.network)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import ClientGroup
-
-if TYPE_CHECKING:
-    from hpcfl.methods.base import Method
 
 HISTORY_LIMIT = 10_000
 """Largest number of entries, such as N*N, of a matrix of pairs of clients that the history records (below
@@ -69,34 +66,7 @@ class Diagnostic:
                 f"diagnostic {self.name!r} has the axis {unknown[0]!r}; allowed: {', '.join(AXES)}"
             )
 
-    def _fits(self, method: Method, limit: int) -> bool:
+    def fits(self, num_clients: int, num_layers: int, limit: int) -> bool:
         """Return whether the values may be recorded: matrices of pairs of clients have a limit."""
         of_clients, of_layers = self.axes.count("client"), self.axes.count("layer")
-        count = method.context.num_clients**of_clients * len(method.layers) ** of_layers
-        return of_clients == 1 or count <= limit
-
-
-def values_of_server(method: Method, server: Tensors) -> Tensors:
-    """Return what an evaluation records of the server's state, one tensor per name."""
-    chosen = _chosen(method, HISTORY_LIMIT)
-    kept = {one.name: server[one.name] for one in chosen if one.name in server}
-    return kept | {one.name: one.of_server(method, server) for one in chosen if one.of_server}
-
-
-def values_of_clients(method: Method, clients: ClientGroup) -> Tensors:
-    """Return what an evaluation records of a group, one tensor [C, ...] per name."""
-    kept = {one.name: clients[one.name] for one in method.diagnostics if one.name in clients}
-    return kept | {one.name: one.of_clients(method, clients) for one in method.diagnostics if one.of_clients}
-
-
-def values_in_checkpoint(method: Method, server: Tensors) -> Tensors:
-    """Return what a checkpoint holds beside the server's state, one tensor per name."""
-    chosen = [one for one in _chosen(method, CHECKPOINT_LIMIT) if one.in_checkpoints]
-    return {one.name: one.of_server(method, server) for one in chosen if one.of_server}
-
-
-def _chosen(method: Method, limit: int) -> list[Diagnostic]:
-    """Return the diagnostics of a method that have at most so many entries."""
-    fitting = [one for one in method.diagnostics if one._fits(method, limit)]
-    names = [one.name for one in fitting]
-    return [one for one in fitting if one.instead_of not in names]
+        return of_clients == 1 or num_clients**of_clients * num_layers**of_layers <= limit

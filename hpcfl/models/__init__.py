@@ -4,8 +4,10 @@ import copy
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
 
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18, Vit
@@ -64,20 +66,61 @@ def build_network(
         return model.build(sample, num_classes, options)
 
 
-def check_outputs(name: str, network: object, sample: SampleType, num_classes: int) -> None:
-    """Raise UserError unless the network of a user's own model gives each sample a logit of each class."""
-    if not isinstance(network, nn.Module):
-        raise UserError(
-            f"model.name={name}: its build returned a {type(network).__name__}; return Network(body, head)"
-        )
-    with torch.no_grad():
-        outputs = copy.deepcopy(network).eval()(sample.zeros(2))
+def check_network(name: str, network: object, sample: SampleType, num_classes: int) -> None:
+    """Raise UserError unless a user's own network is one that methods can divide and engines can train."""
+    key = f"model.name={name}"
+    if not isinstance(network, Network):
+        raise UserError(f"{key}: its build returned a {type(network).__name__}; return Network(body, head)")
+    for tensor, parameter in network.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UserError(f"{key}: {tensor} has no shape yet; give its module's sizes, from sample.shape")
+        if not parameter.requires_grad:
+            raise UserError(
+                f"{key}: {tensor} has requires_grad=False, and all parameters are trained here; make it a "
+                "buffer (register_buffer)"
+            )
+        if parameter.dtype != torch.get_default_dtype():
+            raise UserError(f"{key}: {tensor} is {parameter.dtype}; expected: {torch.get_default_dtype()}")
+    of_head = [tensor.startswith("head.") for tensor, _ in network.named_parameters()]
+    if not any(of_head) or of_head != sorted(of_head):
+        raise UserError(f"{key}: the parameters of its head must be there, and be the last ones")
+    for tensor, module in network.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
+            raise UserError(f"{key}: {tensor} has momentum=None, which is not supported; allowed: a number")
+    try:
+        outputs = _outputs(key, network, sample)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{key}: its network fails on two samples ({sample}): {one_line(error)}") from error
     found = [*outputs.shape] if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
     if found != [2, num_classes]:
         raise UserError(
-            f"model.name={name}: its network returns {found} for two {sample}; expected: [2, {num_classes}], "
+            f"{key}: its network returns {found} for two samples ({sample}); expected: [2, {num_classes}], "
             "the logits of each"
         )
 
 
-__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_outputs"]
+@torch.no_grad()
+def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
+    """Return what a copy of the network returns for two samples; UserError if a buffer changes otherwise than
+    in place, or is no floating-point number, since engines would lose this."""
+    trial = copy.deepcopy(network)
+    kept = {tensor: (buffer, buffer.clone()) for tensor, buffer in trial.named_buffers()}
+    with torch.random.fork_rng(devices=[]):
+        trial.train()(sample.zeros(2))
+    for tensor, buffer in trial.named_buffers():
+        if tensor.endswith("num_batches_tracked"):
+            continue
+        before, value = kept.get(tensor, (None, buffer))
+        if buffer is not before:
+            raise UserError(f"{key}: it assigns {tensor} in training; change it in place, as by .copy_(...)")
+        if not buffer.is_floating_point() and not torch.equal(buffer, value):
+            raise UserError(
+                f"{key}: it changes {tensor} in training, which is {buffer.dtype}; allowed: buffers of "
+                "floating-point numbers"
+            )
+    return trial.eval()(sample.zeros(2))
+
+
+__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_network"]

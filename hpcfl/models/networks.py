@@ -29,10 +29,11 @@ class Network(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width F of the features."""
-        (last,) = self.head.children()
-        assert isinstance(last, nn.Linear)
-        return last.in_features
+        """Width F of the features: what the head's first linear layer takes. UserError without one."""
+        for module in self.head.modules():
+            if isinstance(module, nn.Linear):
+                return module.in_features
+        raise UserError("this method needs a model whose head has a linear layer (torch.nn.Linear)")
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(x))

@@ -25,7 +25,6 @@ from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
-from hpcfl.methods import diagnostics
 from hpcfl.setup.experiment import Experiment, assemble, configure_process, describe, is_batched, method_of
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
@@ -293,8 +292,9 @@ class _Rounds(Simulation):
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""
         clients = ClientGroup(self._federation.worker_context, [0], 0)
-        of_client = 8 * len(OF_CLIENTS) + _bytes(diagnostics.values_of_clients(self.method, clients).values())
-        of_server = _bytes(diagnostics.values_of_server(self.method, self.server).values())
+        adapter = self._federation.adapter
+        of_client = 8 * len(OF_CLIENTS) + _bytes(adapter.client_diagnostics(clients).values())
+        of_server = _bytes(adapter.server_diagnostics(self.server).values())
         return of_server + 8 * len(self.ledger.metrics[-1]) + of_client * self.method.context.num_clients
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message, SameKinds
-from hpcfl.methods import diagnostics
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.ledger import ClientMetrics, Evaluation
@@ -148,7 +147,7 @@ class Evaluator:
             return {}
         cohort = federation.cohort_of(done, range(federation.num_clients))
         rows = [
-            Message(per_client=diagnostics.values_of_clients(method, clients), num_clients=len(clients))
+            Message(per_client=self._adapter.client_diagnostics(clients), num_clients=len(clients))
             for _, clients in federation.groups(cohort)
         ]
         return federation.channel.up(stack(rows, federation.own(cohort)), cohort).collect()

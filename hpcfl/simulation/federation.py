@@ -220,8 +220,8 @@ class Uploads:
         self._clients, self._same = clients, SameKinds()
 
     def add(self, part: slice, up: Message) -> None:
-        """Add the upload of the clients at these positions; ValueError if it has other tensors than the
-        first."""
+        """Add the upload of the clients at these positions; DifferentTensorsError if it has other tensors
+        than the first."""
         whole, count = self.message, self.message.num_clients
         if not part.start:
             for name, rows in up.per_client.items():

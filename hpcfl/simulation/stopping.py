@@ -11,7 +11,7 @@ from types import FrameType
 from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import ForcedStop
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 SAME_REQUEST_S = 1.0
 """Signals within this time of a request are the same request: a terminal and a launcher both deliver it."""
@@ -43,7 +43,7 @@ class StopFlag:
         self._end_s = time.monotonic() + int(end_time) - time.time() if end_time.isdecimal() else None
         self._in_slurm = "SLURM_JOB_ID" in os.environ
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = _STOP_SIGNALS if is_main else ()
+        numbers = STOP_SIGNALS if is_main else ()
         self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
     def is_requested(self, world: Communicator, needed_s: float) -> bool:
@@ -66,6 +66,11 @@ class StopFlag:
         for number, handler in self._previous.items():
             # None: the handler was not installed from Python, such as one of an MPI library
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def ignore(self) -> None:
+        """Ignore these signals from now on: the process ends, and a signal would replace its exit code."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

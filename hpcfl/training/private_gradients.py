@@ -59,7 +59,8 @@ class PrivateGradients:
         total, losses = noise * (self.noise * self.clip), theta.new_zeros(0)
         for part in range(0, len(y), SAMPLES_AT_ONCE):
             some = slice(part, part + SAMPLES_AT_ONCE)
-            of_samples, found = vmap(grad_and_value(self._loss), (None, 0, 0))(theta, x[some], y[some])
+            of_sample = vmap(grad_and_value(self._loss), (None, 0, 0), randomness="different")
+            of_samples, found = of_sample(theta, x[some], y[some])
             factors = (self.clip / of_samples.norm(dim=1)).clamp(max=1.0)
             total = total + factors @ of_samples
             losses = torch.cat([losses, found.detach()])

@@ -27,7 +27,8 @@ def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
     The network must be in evaluation mode: in training mode, BatchNorm lets samples depend on each other.
     """
-    if not all(_is_covered(module) for module in _with_weights(network)):
+    has_tied = len([*network.named_parameters(remove_duplicate=False)]) > len([*network.parameters()])
+    if has_tied or not all(_is_covered(module) for module in _with_weights(network)):
         return _one_by_one(network, x, y)
     parts = zip(x.split(SAMPLES_AT_ONCE), y.split(SAMPLES_AT_ONCE), strict=True)
     return torch.cat([_by_layer(network, *part) for part in parts])

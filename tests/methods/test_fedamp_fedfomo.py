@@ -180,11 +180,11 @@ def test_a_diverged_client_is_not_combined_with_others(weights: str, diverged: f
     assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
     # the history has the same weights, and the diverged client by itself
-    recorded = diagnostics.values_of_server(method, server)["attention"]
+    recorded = MethodAdapter(method).server_diagnostics(server)["attention"]
     assert_close(recorded[[0, 1, 3]][:, [0, 1, 3]], method.attention(others, (0, 1, 2), ALL[:3]))
     assert recorded[2].tolist() == recorded[:, 2].tolist() == [0, 0, 1, 0]
     models.fill_(torch.inf)
-    assert torch.equal(diagnostics.values_of_server(method, server)["attention"], torch.eye(4))
+    assert torch.equal(MethodAdapter(method).server_diagnostics(server)["attention"], torch.eye(4))
     assert torch.equal(MethodAdapter(method).download(server, cohort)["theta"], models[[0, 2, 3]])
 
 
@@ -351,11 +351,11 @@ def test_raw_weights_are_added_at_the_positions_of_the_sent_models() -> None:
 
 def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("method.name=fedfomo", "method.models=1", "train.rounds=1")
-    recorded = diagnostics.values_of_server(run.method, run.server)
+    recorded = MethodAdapter(run.method).server_diagnostics(run.server)
     assert torch.equal(recorded["affinity"], run.server["affinity"])
     monkeypatch.setattr(diagnostics, "HISTORY_LIMIT", 15)
-    assert diagnostics.values_of_server(run.method, run.server) == {}
-    assert diagnostics.values_of_server(method_of(FedAMP), {"models": torch.ones(4, 2)}) == {}
+    assert MethodAdapter(run.method).server_diagnostics(run.server) == {}
+    assert MethodAdapter(method_of(FedAMP)).server_diagnostics({"models": torch.ones(4, 2)}) == {}
 
 
 def test_the_highest_ranked_models_are_sent_but_never_the_client_s_own() -> None:

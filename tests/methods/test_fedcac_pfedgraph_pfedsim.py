@@ -15,7 +15,6 @@ from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import TrainConfig
-from hpcfl.methods import diagnostics
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedcac import FedCAC, collaborators, critical_numbers, overlaps, packed, unpacked
@@ -242,7 +241,7 @@ def test_weights_of_the_graph_are_the_minimum_of_the_objective(alpha: float) -> 
 
 def test_a_client_of_pfedgraph_without_a_finite_model_has_no_neighbours_and_starts_from_the_mean() -> None:
     method, server, everyone = untrained(PFedGraph)
-    assert diagnostics.values_of_server(method, server)["collaboration"].isnan().all()
+    assert MethodAdapter(method).server_diagnostics(server)["collaboration"].isnan().all()
     models = server["models"]
     models[:2] += random(2, method.layout.size)
     models[2] = torch.nan
@@ -250,7 +249,7 @@ def test_a_client_of_pfedgraph_without_a_finite_model_has_no_neighbours_and_star
     sent = MethodAdapter(method).download(server, everyone)["theta"]
     mean = 0.25 * models[0] + 0.75 * models[1]
     assert_close(sent[2:], mean.expand(2, -1), atol=1e-6)
-    graph = diagnostics.values_of_server(method, server)["collaboration"]
+    graph = MethodAdapter(method).server_diagnostics(server)["collaboration"]
     assert_close(graph[:, :2] @ models[:2], sent, atol=1e-6)
     assert (graph[:, 2:] == 0).all()
     assert (sent[:2] - mean).abs().max() > 0.1

@@ -83,7 +83,7 @@ def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: 
     assert alpha.min() >= 0
     torch.testing.assert_close(alpha.sum(dim=-1), torch.ones(4, 4), rtol=0, atol=1e-6)
     assert torch.equal(run.method.alpha(run.server, [2, 3]), alpha[2:])
-    assert torch.equal(diagnostics.values_in_checkpoint(run.method, run.server)["alpha"], alpha)
+    assert torch.equal(MethodAdapter(run.method).checkpoint_diagnostics(run.server)["alpha"], alpha)
 
 
 def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> None:
@@ -182,14 +182,14 @@ def test_only_weights_of_own_models_are_recorded_if_there_are_too_many(
 ) -> None:
     run = Run(*DIVERSE, *LOW_RANK, "train.rounds=1")
     alpha = run.method.alpha(run.server, range(4))
-    assert torch.equal(diagnostics.values_in_checkpoint(run.method, run.server)["alpha"], alpha)
+    assert torch.equal(MethodAdapter(run.method).checkpoint_diagnostics(run.server)["alpha"], alpha)
     own = torch.stack([alpha[client, :, client] for client in range(4)])
     # room for the weights of two clients at once
     monkeypatch.setattr(pfedla, "WEIGHTS_AT_ONCE", 2 * 4 * 4)
     monkeypatch.setattr(diagnostics, "CHECKPOINT_LIMIT", 4 * 4 * 4 - 1)
     monkeypatch.setattr(diagnostics, "HISTORY_LIMIT", 4 * 4 * 4 - 1)
-    for values in (diagnostics.values_in_checkpoint, diagnostics.values_of_server):
-        recorded = values(run.method, run.server)
+    adapter = MethodAdapter(run.method)
+    for recorded in (adapter.checkpoint_diagnostics(run.server), adapter.server_diagnostics(run.server)):
         assert list(recorded) == ["self_weight"]
         torch.testing.assert_close(recorded["self_weight"], own)
 

@@ -21,7 +21,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
-from hpcfl.methods import Method, diagnostics
+from hpcfl.methods import Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.clustered_fl import ClusteredFL, bipartition, cross_similarity
@@ -175,11 +175,11 @@ def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistic
 def test_ifca_records_which_model_each_client_chose_last() -> None:
     run = Run(IFCA, "method.clusters=2", "train.rounds=1", *LINEAR)
     server = run.driver.initial_server()
-    assert diagnostics.values_of_server(run.method, server)["cluster"].tolist() == [-1] * 4
+    assert MethodAdapter(run.method).server_diagnostics(server)["cluster"].tolist() == [-1] * 4
     theta = torch.zeros(650)
     receive(run.driver, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
     receive(run.driver, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
-    assert diagnostics.values_of_server(run.method, server)["cluster"].tolist() == [-1, 0, -1, 0]
+    assert MethodAdapter(run.method).server_diagnostics(server)["cluster"].tolist() == [-1, 0, -1, 0]
 
 
 # Clustered FL
@@ -223,7 +223,7 @@ def test_a_cluster_splits_if_its_mean_update_is_small_and_its_largest_update_lar
     receive(driver, server, updates(*vectors), round=2)
     assert server["cluster"].tolist() == clusters
     assert len(server["theta"]) == 1 + max(clusters)
-    assert torch.equal(diagnostics.values_of_server(driver.method, server)["cluster"], server["cluster"])
+    assert torch.equal(MethodAdapter(driver.method).server_diagnostics(server)["cluster"], server["cluster"])
 
 
 def test_no_split_without_eps_1_or_before_the_first_round() -> None:
@@ -276,16 +276,16 @@ def test_a_run_without_a_split_reports_why(
 def test_history_has_the_norms_of_clients_trained_since_their_cluster_was_made() -> None:
     driver, server = clustered(4, first_round=4)
     receive(driver, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
-    norms = diagnostics.values_of_server(driver.method, server)
+    norms = MethodAdapter(driver.method).server_diagnostics(server)
     assert norms["update_norm"].nan_to_num(-1).tolist() == [3, 1, -1, -1]
     assert norms["mean_update_norm"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
     receive(driver, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=4)
-    norms = diagnostics.values_of_server(driver.method, server)
+    norms = MethodAdapter(driver.method).server_diagnostics(server)
     assert server["cluster"].tolist() == [0, 1, 0, 1]
     assert norms["update_norm"].isnan().all()
     assert norms["mean_update_norm"].isnan().all()
     receive(driver, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=5)
-    norms = diagnostics.values_of_server(driver.method, server)
+    norms = MethodAdapter(driver.method).server_diagnostics(server)
     assert norms["update_norm"].tolist() == [3, 4, 1, 0]
     assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
 

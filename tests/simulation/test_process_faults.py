@@ -181,8 +181,8 @@ def test_a_signal_stops_a_run_and_a_second_start_is_refused_meanwhile(
 
 
 STOPPED_AT_ONCE = (
-    "hpcfl: stopped at once by a second signal, {}; the last checkpoint was kept; rerun the same command to "
-    "resume\n"
+    "hpcfl: stopped at once by a second signal, {}; the last checkpoint, if there is one, was kept; rerun "
+    "the same command to resume\n"
 )
 
 
@@ -238,6 +238,23 @@ def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
     assert "Traceback" not in printed
     assert good(folder) == before
     resume(BRIEF_ROUNDS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_to_a_run_that_has_stopped_does_not_replace_its_exit_code(
+    ranks: int, launch: Launcher, tmp_path: Path
+) -> None:
+    with launch(ranks, LONG_ROUNDS) as running:
+        running.wait_for_rounds(2)
+        running.process.send_signal(signal.SIGUSR1)
+        log = tmp_path / "run" / "log.txt"
+        until(lambda: "stopped early" in log.read_text(), "the end of the run")
+        # MPI, torch and the interpreter take a second to end
+        while running.process.poll() is None:
+            time.sleep(0.05)
+            running.process.send_signal(signal.SIGUSR1)
+        running.end()
+        assert running.process.returncode == STOPPED
 
 
 def good(folder: Path) -> dict[str, bytes]:

@@ -11,9 +11,7 @@ import pytest
 from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import ForcedStop
 from hpcfl.simulation import stopping
-from hpcfl.simulation.stopping import StopFlag
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+from hpcfl.simulation.stopping import STOP_SIGNALS, StopFlag
 
 
 @pytest.fixture
