@@ -23,7 +23,7 @@ from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, dry_run
-from hpcfl.planning.estimate import Planner
+from hpcfl.planning.estimate import COLLECTIVES_AN_EVALUATION, Planner
 from hpcfl.planning.slurm_header import SlurmHeader
 from hpcfl.registries import load_config
 from hpcfl.setup import validate
@@ -340,6 +340,13 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     # 18 collectives, a broadcast to three workers, and what single clients get and send
     assert spread.network_s == pytest.approx(18e-3 + 3 * 1.0 + 5 * 0.8)
     assert spread.round_s == pytest.approx(spread.train_s + 5 * 0.6 + spread.network_s)
+    # the slowest worker's clients, and what all send
+    of_client = [0.01 * 2 * count for count in scored[:5]] + [0.25 * count for count in unseen]
+    by_worker = [sum(of_client[client] for client in planner._shard(worker, 3)) for worker in range(3)]
+    assert min(by_worker) < max(by_worker)
+    load = Load(KNOWN.evaluation.common, 7 * KNOWN.evaluation.rows)
+    sent_s = INTERCONNECT.seconds(COLLECTIVES_AN_EVALUATION, load, 4)
+    assert spread.evaluation_s == pytest.approx(max(by_worker) + sent_s)
 
 
 def test_memory_is_that_of_a_round_of_the_last_checkpoint_or_of_the_clients_state(digits: Path) -> None:

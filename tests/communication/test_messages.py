@@ -342,6 +342,13 @@ def test_the_mean_of_equal_numbers_of_any_size_is_the_number(largest: float) -> 
     torch.testing.assert_close(mean, numbers[0], rtol=2**-23, atol=0)
 
 
+@pytest.mark.parametrize("count", [5, 8, 10, 1000])
+def test_the_mean_of_many_equal_clients_does_not_overflow(count: int) -> None:
+    numbers = torch.tensor([1.0, -1.0, 0.3]).repeat(count, 1)
+    mean = weighted_mean(upload_of(numbers), "theta", torch.ones(count))
+    torch.testing.assert_close(mean, numbers[0], rtol=2**-23, atol=0)
+
+
 def test_nan_and_infinity_stay_in_their_column() -> None:
     rows = torch.tensor([[1.0, torch.nan, 3.0, torch.inf], [3.0, 2.0, 1.0, -torch.inf]])
     mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))

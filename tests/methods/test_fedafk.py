@@ -126,7 +126,8 @@ class Reference:
             cross_entropy(logits, y).backward()
             assert leaf.grad is not None
             pull = self.params.coefficient_pull * (leaf.detach() - self.params.coefficient)
-            moved = leaf.detach() - self.params.coefficient_lr * (leaf.grad + pull)
+            step = self.params.coefficient_lr * self.run.config.train.lr_decay**round
+            moved = leaf.detach() - step * (leaf.grad + pull)
             self.coefficient[client] = moved.clamp(0, 1)
 
         updates: list[Callable[[Tensor, Tensor], None]] = [update_shared, update_local]
@@ -160,7 +161,7 @@ class Reference:
     [
         (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "method.coefficient_pull=0"),
         ("model.batchnorm=true", "method.temperature=2", "method.transfer=0.5"),
-        ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2"),
+        ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2", "train.lr_decay=0.6"),
         ("method.mixing=false", "model.batchnorm=true", "train.participation=0.5", "method.head_epochs=0"),
     ],
 )

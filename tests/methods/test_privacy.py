@@ -14,6 +14,7 @@ from by_hand import gradient
 from harness import SMALL, UNEQUAL, Run
 from processes import run_in_one_world
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import hpcfl
 from hpcfl.communication.messages import Cohort, Message
@@ -28,7 +29,9 @@ from hpcfl.parameters import Layer
 from hpcfl.privacy import PrivateUploads, drawn_clients, epsilon_after, epsilon_of_samples
 from hpcfl.randomness import torch_stream
 from hpcfl.results.run import load_run
+from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.private_gradients import SAMPLES_AT_ONCE, PrivateGradients
 
 OF_CLIENTS = ["privacy.unit=client", "privacy.clip=0.3", "privacy.noise=0.7"]
 OF_SAMPLES = ["privacy.unit=sample", "privacy.clip=0.5", "privacy.noise=0.7"]
@@ -75,7 +78,10 @@ def test_epsilon_equals_the_published_one_by_the_old_bound_and_is_smaller_by_the
 def test_epsilon_is_that_of_the_worst_client() -> None:
     privacy = PrivacyConfig(unit="sample", clip=1, noise=1.0)
     few, many = epsilon_of_samples(privacy, [0.5], [10]), epsilon_of_samples(privacy, [0.1], [1000])
-    assert epsilon_of_samples(privacy, [0.5, 0.1, 0.5, 0.1], [10, 1000, 3, 0]) == max(few, many)
+    assert epsilon_of_samples(privacy, [0.5, 0.1, 0.5, 0.1], [10, 1000, 3, 0]) == max(few, many) == many
+    # here the one with fewer steps is worse
+    few, many = epsilon_of_samples(privacy, [0.5], [100]), epsilon_of_samples(privacy, [0.1], [150])
+    assert epsilon_of_samples(privacy, [0.1, 0.5], [150, 100]) == max(few, many) == few
     assert epsilon_of_samples(privacy, [0.5], [0]) == 0
 
 
@@ -104,6 +110,13 @@ def test_no_client_moves_the_mean_by_more_than_its_share() -> None:
     # of (3, 4) two fifths remain; the layer that stays does not count
     moved = (sent["theta"] - w)[:, :2]
     torch.testing.assert_close(moved, torch.tensor([[1.2, 1.6], [0.3, 0.4], [0.0, 0.0]]))
+    # two tensors of a client are clipped together: (3, 4, 12) has the length 13
+    both = PrivateUploads(PrivacyConfig(unit="client", clip=2, noise=1), ["theta", "more"], layers, 4, 0.5, 0)
+    up_of_both = up | Message(per_client={"more": torch.tensor([[12.0], [0.0], [0.0]])}, num_clients=3)
+    down = Message(shared={"theta": w, "more": torch.zeros(1)}, num_clients=3)
+    sent = both.clipped(down, up_of_both)
+    torch.testing.assert_close((sent["theta"] - w)[0, :2], torch.tensor([6.0, 8.0]) / 13)
+    torch.testing.assert_close(sent["more"][0], torch.tensor([24.0]) / 13)
     counted = up | Message(per_client={"counts": torch.ones(3, 2)}, num_clients=3)
     with pytest.raises(TypeError, match=r"clients send counts, which privacy\.unit=client does not protect"):
         uploads.clipped(Message(shared={"theta": w}, num_clients=3), counted)
@@ -171,7 +184,29 @@ def test_a_round_of_dp_sgd_equals_its_algorithm(engine: str) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_an_empty_mini_batch_adds_only_noise() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_all_samples_of_a_large_mini_batch_count_and_an_empty_one_adds_only_noise(smoothing: float) -> None:
+    run = Run(*PLAIN, *OF_SAMPLES, "method.name=local", "train.rounds=1")
+    theta, network = run.method.context.initial_parameters(), run.method.network
+    x, y = torch.randn(2 * SAMPLES_AT_ONCE + 3, 1, 8, 8), torch.arange(2 * SAMPLES_AT_ONCE + 3) % 10
+    expected = torch.zeros_like(theta)
+    for sample in range(len(y)):
+        loss = cross_entropy(
+            network(x[sample : sample + 1]), y[sample : sample + 1], label_smoothing=smoothing
+        )
+        slope = torch.cat([part.flatten() for part in torch.autograd.grad(loss, [*network.parameters()])])
+        expected += slope * min(1.0, float(0.5 / slope.norm()))
+    gradients = PrivateGradients(network, run.method.layout, 0.5, 0.7, smoothing)
+    for count in (len(y), 0):
+        batch = Batch(slice(None), x[None, :count], y[None, :count], torch.arange(count)[None])
+        found, _ = gradients.gradient(theta[None], batch, [7.0], [torch.Generator().manual_seed(3)])
+        noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(3), dtype=theta.dtype)
+        total = noise * 0.7 * 0.5 + (expected if count else 0)
+        torch.testing.assert_close(found[0], total / 7, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_mini_batches_can_be_empty() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=10", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local", "data.clients=1", "data.partition.name=iid")
     group = ClientGroup(run.workplace, [0], 0)

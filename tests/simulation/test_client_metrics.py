@@ -44,7 +44,7 @@ def test_metrics_are_of_each_client_s_model_on_its_own_samples(folders: dict[str
 
     run = load_run(folders[case])
     arrays, parts = load_data(run.config)
-    right, total = np.zeros(10), np.zeros(10)
+    right, total, num_tested = np.zeros(10), np.zeros(10), list[int]()
     for client, part in enumerate(parts):
         y = arrays.y[part.test]
         predicted = run.predict(client, np.ascontiguousarray(arrays.x[part.test])).argmax(axis=1)
@@ -57,8 +57,11 @@ def test_metrics_are_of_each_client_s_model_on_its_own_samples(folders: dict[str
         counts[cells[0], cells[1]] = cells[2]
         np.testing.assert_array_equal(counts, confusion_matrix(y, predicted, labels=range(10)))
         if client < len(parts) - run.num_unseen:
+            num_tested.append(len(y))
             right, total = right + counts.diagonal(), total + counts.sum(axis=1)
     assert run.accuracy_by_class == pytest.approx(right / total)
+    weighted = np.average(run.clients["accuracy"][: len(num_tested)], weights=num_tested)
+    assert run.metrics["accuracy_weighted"][-1] == pytest.approx(weighted)
 
 
 def test_clients_are_in_order_whatever_the_cohorts_of_an_evaluation(

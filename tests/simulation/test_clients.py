@@ -86,6 +86,24 @@ def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -
     assert Sampler(context).clients(7) == sorted(draws[7])
 
 
+def test_power_of_choice_has_twice_as_many_candidates_as_it_takes() -> None:
+    sizes = torch.arange(1, 21)
+    context = Context(
+        "mlp",
+        MODELS["mlp"].options.model_validate({"hidden": [2]}),
+        SampleType((1, 8, 8)),
+        10,
+        sizes,
+        train=TrainConfig(participation=0.2),
+        seed=5,
+        clients=ClientsConfig(sampling="power_of_choice"),
+    )
+    losses = np.linspace(1, 2, 20)
+    for number in range(5):
+        expected = of_highest_loss(drawn_by_size(sizes, 8, 5, number), losses, 4)
+        assert Sampler(context).clients_of_highest_loss(number, losses) == expected
+
+
 def test_the_candidates_of_highest_loss_are_chosen() -> None:
     losses = np.array([0.5, 2.0, np.nan, 1.0, 3.0, np.nan])
     assert of_highest_loss([0, 1, 3], losses, 2) == [1, 3]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from bits import run_here, tiny_settings
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.errors import ForcedStop
-from hpcfl.simulation import stopping
+from hpcfl.errors import FINISHED, ForcedStop
+from hpcfl.methods.base import State
+from hpcfl.simulation import round_loop, stopping
+from hpcfl.simulation.checkpointing import Saver
+from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.stopping import STOP_SIGNALS, StopFlag
+from hpcfl.storage.ledger import Evaluation
 
 
 @pytest.fixture
@@ -89,3 +95,38 @@ def test_a_clock_that_jumps_does_not_move_the_end_of_the_job(
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
     assert flag.is_requested(Communicator(), 150)
     assert not flag.is_requested(Communicator(), 50)
+
+
+def test_a_run_needs_its_longest_round_and_checkpoint_and_some_more_to_stop(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stopping.notice_s(100, 20) == 1.5 * 120 + 10
+    needed: list[tuple[float, float]] = []
+    evaluate, save = Evaluator.evaluate, Saver.save
+
+    def slow_evaluation(self: Evaluator, server: State, done: int) -> Evaluation:
+        time.sleep(0.3 if done == 2 else 0)
+        return evaluate(self, server, done)
+
+    def slow_save(self: Saver, server: State, done: int, with_models: bool) -> None:
+        time.sleep(0.2 if done == 2 else 0)
+        save(self, server, done, with_models)
+
+    def notice_s(round_s: float, save_s: float) -> float:
+        needed.append((round_s, save_s))
+        return 0.0
+
+    monkeypatch.setattr(Evaluator, "evaluate", slow_evaluation)
+    monkeypatch.setattr(Saver, "save", slow_save)
+    monkeypatch.setattr(round_loop, "notice_s", notice_s)
+    keys = [
+        *tiny_settings(digits),
+        "method.name=fedavg",
+        "train.rounds=4",
+        "run.eval_every=1",
+        "run.checkpoint_every=1",
+    ]
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    (first, of_first), (second, of_second), (third, of_third) = needed
+    assert of_first == 0 < of_second < 0.2 < of_third
+    assert 0 < first < 0.3 < second == third

@@ -345,6 +345,29 @@ def test_the_newest_and_previous_checkpoint_are_of_the_last_two_rounds(
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_replaces_another(
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without power loses what was not flushed; a killed process does not."""
+    store.save(snapshot_of(1))
+    done: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def syncing(descriptor: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def replacing(source: Path, target: Path) -> None:
+        done.append(f"{source.name} to {target.name}")
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    store.save(snapshot_of(2))
+    renamed = ["checkpoint.h5 to checkpoint.prev.h5", "checkpoint.tmp.h5 to checkpoint.h5"]
+    assert done == ["sync checkpoint.tmp.h5", *renamed, f"sync {tmp_path.name}"]
+
+
 def test_every_truncation_extension_and_flipped_bit_is_detected(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
