@@ -350,6 +350,7 @@ CHECK = """    @model_validator(mode="after")
 class TrimmedMean("""
 TABLE = "my_partition: its table"
 STRIPES_OF = 'arrays_of(x, y, "stripes")'
+OWNED = "Arrays(x, y, 8, 255.0, (0.5,), (0.5,),"
 
 
 @pytest.mark.parametrize(
@@ -365,6 +366,11 @@ STRIPES_OF = 'arrays_of(x, y, "stripes")'
         (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
         (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be whole numbers"),
         (READER, STRIPES_OF, "Arrays(x, y, 3, 255.0, (), ())", "y holds labels 0..7, and num_classes is 3"),
+        (READER, STRIPES_OF, f"{OWNED} np.arange(199))", "owner has shape (199,) and type int64; it needs"),
+        (READER, STRIPES_OF, f"{OWNED} np.arange(200) % 3 * 2)", "owner has 3 clients, and numbers up to 4;"),
+        (READER, STRIPES_OF, f"{OWNED} y, y)", "is_test has shape (200,) and type int64; it needs true or"),
+        (READER, STRIPES_OF, f"{OWNED} y, names=('a',))", "owner has 8 clients or domains, and 1 have names"),
+        (READER, STRIPES_OF, "Arrays(x, y, 8, 0.0, (), ())", "std () and scale 0.0; needed: as many means"),
         (READER, "of(x, y,", "of(x[..., None], y,", "x has shape (200, 1, 8, 8, 1); allowed: images ["),
     ],
 )

@@ -94,11 +94,6 @@ def arrays_of(
             "[n, channels, steps], features [n, features] or tokens [n, length], of some n"
         )
     y = as_labels(y, where, len(x))
-    owner = None
-    names: tuple[str, ...] = ()
-    if client is not None:
-        order, owner, names = _by_client(client, where, len(x))
-        x, y = x[order], y[order]
     if not are_tokens(x):
         if vocabulary is not None:
             raise UserError(
@@ -106,6 +101,12 @@ def arrays_of(
                 "numbers [n, length]; leave the vocabulary out for other samples"
             )
         x = as_pixels(x, where)
+    owner = None
+    names: tuple[str, ...] = ()
+    if client is not None:
+        order, owner, names = _by_client(client, where, len(x))
+        if (np.diff(order) < 0).any():
+            x, y = x[order], y[order]
     return replace(pool_of(x, y, where, vocabulary=vocabulary, owner=owner), names=names)
 
 
@@ -143,5 +144,7 @@ def _by_client(
         )
     found, owner = np.unique(client, return_inverse=True)
     order = np.argsort(owner, kind="stable")
-    names = found.astype(np.str_) if found.dtype.kind != "S" else np.char.decode(found, errors="replace")
+    names = (
+        found.astype(np.str_) if found.dtype.kind != "S" else np.char.decode(found, "utf-8", errors="replace")
+    )
     return order, owner[order].astype(np.int64), tuple(names.tolist())

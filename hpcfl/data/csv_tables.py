@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays, arrays_of
-from hpcfl.data.npz import MAX_NAMES, existing
+from hpcfl.data.npz import MAX_NAMES, existing, warn_of_digits
 from hpcfl.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def read_csv_table(data: DataConfig) -> Arrays:
     frame = _read(data, where)
     _check_names(list(frame.columns), data, where)
     frame = _without_missing(frame, data, where)
-    y, values = frame[data.target].factorize(sort=True)
+    y, values = _numbered(frame[data.target])
     if len(values) < 2:
         raise UserError(
             f"{where}: data.target={data.target} has one value, {values[0]}, in all rows; it needs "
@@ -61,8 +61,8 @@ def read_csv_table(data: DataConfig) -> Arrays:
     x = np.stack([feature for name in features for feature in _features(frame[name], data, where)], axis=1)
     if data.client_column is None:
         return arrays_of(x, y, where)
-    client, names = frame[data.client_column].factorize(sort=True)
-    return replace(arrays_of(x, y, where, client=client), names=tuple(map(str, names)))
+    client, names = _numbered(frame[data.client_column])
+    return replace(arrays_of(x, y, where, client=client), names=tuple(names))
 
 
 def _read(data: DataConfig, where: str) -> pd.DataFrame:
@@ -78,14 +78,21 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
         with file.open(encoding="utf-8-sig", newline="") as text:
             names = _checked_header(text, where)
             text.seek(0)
+            # read as numbers, long names of clients would lose digits, and 01 would be 1
+            texts = [name for name in names if name in (data.target, data.client_column)]
+            texts += [name for name in names if name in (data.categorical or ())]
             # among texts, "None" and "NA" are values like others; see below for numbers
-            texts = (data.target, data.client_column, *(data.categorical or ()))
             missing = {name: [""] if name in texts else MISSING for name in names}
             with warnings.catch_warnings():
                 # of rows that are too long
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 frame: pd.DataFrame = pandas.read_csv(
-                    text, index_col=False, low_memory=False, keep_default_na=False, na_values=missing
+                    text,
+                    index_col=False,
+                    low_memory=False,
+                    keep_default_na=False,
+                    na_values=missing,
+                    dtype=dict.fromkeys(texts, str),
                 )
     except UserError:
         raise
@@ -97,12 +104,28 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
         ) from error
     if frame.empty:
         raise UserError(f"{where}: has no rows below the names of its columns")
-    for name in frame.columns.intersection([*filter(None, texts)]):
-        is_missing = frame[name].isin(MISSING) | frame[name].isna()
-        numbers = pandas.to_numeric(frame[name].where(~is_missing), errors="coerce")
-        if is_missing.any() and numbers[~is_missing].notna().all():
-            frame[name] = numbers
+    for name in texts:
+        there = frame[name][~(frame[name].isin(MISSING) | frame[name].isna())]
+        if all(map(_is_numeric, there.unique())):
+            frame[name] = there.str.strip()
     return frame
+
+
+def _numbered(column: pd.Series[Any]) -> tuple[np.ndarray, list[str]]:
+    """Return the number of each row's value, and all values: sorted as numbers, if all are different ones."""
+    values = sorted(column.unique())
+    if all(map(_is_numeric, values)) and len({_number(value) for value in values}) == len(values):
+        values.sort(key=_number)
+    numbers = {value: number for number, value in enumerate(values)}
+    return column.map(numbers).to_numpy(), values
+
+
+def _number(text: str) -> float:
+    """Return a number, a whole one with all its digits."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def _checked_header(text: TextIO, where: str) -> list[str]:
@@ -152,6 +175,8 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
     counts = counts[counts > 0]
     if counts.empty:
         return frame
+    if empty := [name for name in counts.index if counts[name] == len(frame)]:
+        raise UserError(f"{where}: column {empty[0]} has no values; remove it")
     is_number = frame.dtypes.map(_is_number)
     no_mean = [
         name
@@ -187,7 +212,7 @@ def _is_numeric(value: object) -> bool:
 def _features(column: pd.Series[Any], data: DataConfig, where: str) -> Iterator[np.ndarray]:
     """Yield a column's features, float32 [n] each."""
     if column.name in (data.categorical or ()):
-        codes, values = column.factorize(sort=True)
+        codes, values = _numbered(column)
         yield from (codes == np.arange(len(values))[:, None]).astype(np.float32)
         return
     if not _is_number(column.dtype):
@@ -196,10 +221,12 @@ def _features(column: pd.Series[Any], data: DataConfig, where: str) -> Iterator[
             f"{where}: column {column.name} is not of numbers, with {text!r}; list it in data.categorical to "
             "make each of its values a feature, or remove it"
         )
+    exact = column.to_numpy()
     with np.errstate(over="ignore"):
-        numbers = column.to_numpy().astype(np.float32)
+        numbers = exact.astype(np.float32)
     if not np.isfinite(numbers).all():
         raise UserError(
             f"{where}: column {column.name} holds values that are not finite in float32; clean or rescale it"
         )
+    warn_of_digits(exact, f"{where}: column {column.name}")
     yield numbers

@@ -5,6 +5,7 @@ Layouts: FOLDER/DOMAIN.npz, or FOLDER/DOMAIN/CLASS/*.png or *.jpg, as PACS, Offi
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from hpcfl.data.arrays import Arrays, pool_of
 from hpcfl.data.npz import as_labels, as_pixels, existing, read_npz
 from hpcfl.errors import UserError, one_line
 from hpcfl.torchvision_parts import torchvision_part
+
+LOG = logging.getLogger(__name__)
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 _LAYOUTS = "it must have DOMAIN.npz files (x, y), or folders DOMAIN/CLASS of png and jpg files"
@@ -99,12 +102,21 @@ def _classes(folders: Sequence[Path], where: str) -> list[str]:
 
 def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[list[np.ndarray], np.ndarray]:
     """Return one domain's images, each uint8 [1, C, H, W], and their labels."""
-    images, labels = [], []
+    images, labels, others = [], [], list[Path]()
     for label, name in enumerate(classes):
         for file in sorted((folder / name).iterdir()):
+            if file.name.startswith("."):
+                continue
             if file.suffix.lower() in ENDINGS:
                 images.append(_read_image(file))
                 labels.append(label)
+            else:
+                others.append(file)
+    if others:
+        LOG.warning(
+            f"data.path={folder}: files that are no images ({', '.join(ENDINGS)}) are left out: "
+            f"{len(others)}, such as {others[0].relative_to(folder)}"
+        )
     if not images:
         raise UserError(f"data.path={folder}: has no images; allowed: {', '.join(ENDINGS)}")
     return images, np.array(labels, dtype=np.int64)

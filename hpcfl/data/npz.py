@@ -19,6 +19,8 @@ MAX_VOCABULARY = 2**24
 """Most tokens of a file that does not say how many there are."""
 MAX_NAMES = 10
 """Arrays of a file that an error names."""
+DIGITS = 100
+"""Steps of float32 that the deviation of a feature should have at least."""
 
 
 def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
@@ -60,7 +62,23 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
         pixels = x.astype(np.float32, copy=False)
     if not np.isfinite(pixels).all():
         raise UserError(f"{where}: x holds values that are not finite in float32; clean or rescale them")
+    if x.ndim < 4:
+        for channel in range(x.shape[1]):
+            warn_of_digits(x[:, channel], f"{where}: channel or feature {channel}")
     return pixels
+
+
+def warn_of_digits(exact: np.ndarray, what: str) -> None:
+    """Warn if numbers differ by less than float32 can tell, such as times in seconds since 1970."""
+    if exact.dtype.itemsize <= 4:
+        return
+    deviation = exact.std(dtype=np.float64)
+    step = np.spacing(np.float32(np.abs(exact).max()))
+    if 0 < deviation < DIGITS * step:
+        LOG.warning(
+            f"{what} has values near {exact.mean(dtype=np.float64):g} that differ by {deviation:g}, and "
+            f"float32 only tells differences of {step:g}; subtract a number from them"
+        )
 
 
 def are_tokens(x: np.ndarray) -> bool:

@@ -73,7 +73,13 @@ class Partition:
     remedy: str
 
 
-def partition(name: str, options: PartitionOptions, y: IntArray, request: Request) -> list[ClientIndices]:
+def partition(
+    name: str,
+    options: PartitionOptions,
+    y: IntArray,
+    request: Request,
+    names: Sequence[str] = (),
+) -> list[ClientIndices]:
     """Give each client its train, validation and test samples; a pure function of its arguments.
 
     The first (1 - test_fraction) of the samples of a client, or of a (client, class) in a stratified
@@ -84,6 +90,7 @@ def partition(name: str, options: PartitionOptions, y: IntArray, request: Reques
         name: one whose `counts` are not None.
         options: the partition's own, see `PARTITIONS[name].options`.
         y: labels of the pool, [n].
+        names: how errors call the clients; default: their numbers.
 
     Raises:
         UserError: an amount the data cannot give, or a client without train or test samples, or without
@@ -97,7 +104,7 @@ def partition(name: str, options: PartitionOptions, y: IntArray, request: Reques
     if not kind.stratified:
         samples = [[_shuffled(np.concatenate(arrays), request.seed, i)] for i, arrays in enumerate(samples)]
     parts = [_split(arrays, request) for arrays in samples]
-    _check_empty(parts, request, kind.remedy)
+    _check_empty(parts, request, kind.remedy, names)
     return parts
 
 
@@ -137,7 +144,7 @@ def partition_in_domains(
             seed=stream_seed(request.seed, "partition/domain", client=number),
         )
         try:
-            found = partition(name, options, y[samples], own)
+            found = partition(name, options, y[samples], own, [*map(str, clients)])
         except UserError as error:
             raise UserError(f"domain {of_domain} with {len(clients)} clients: {error}") from error
         for client, part in zip(clients, found, strict=True):
@@ -152,6 +159,7 @@ def partition_given(
     num_clients: int | None,
     per_client: int | None,
     split: Split,
+    names: Sequence[str] = (),
 ) -> list[ClientIndices]:
     """Take the source's clients, all or a seeded draw; a client's split depends on no other client.
 
@@ -161,6 +169,7 @@ def partition_given(
         is_test: the source's own split, [n], in place of test_fraction.
         num_clients: None takes all that the source has.
         per_client: must be None.
+        names: those of the source's clients; default: their numbers.
 
     Raises:
         UserError: the source has no clients, or too few, or as `partition`.
@@ -194,7 +203,8 @@ def partition_given(
         else:
             test = is_test[samples]
             parts.append(ClientIndices(*_cut_validation(samples[~test], split), samples[test]))
-    _check_empty(parts, split, PARTITIONS[name].remedy)
+    of_drawn = [f"{names[client] if names else client} of the source" for client in np.sort(drawn).tolist()]
+    _check_empty(parts, split, PARTITIONS[name].remedy, of_drawn)
     return parts
 
 
@@ -367,7 +377,9 @@ def _cut_validation(kept: IntArray, split: Split) -> tuple[IntArray, IntArray]:
     return kept[:num_train], kept[num_train:]
 
 
-def _check_empty(parts: Sequence[ClientIndices], split: Split, remedy: str) -> None:
+def _check_empty(
+    parts: Sequence[ClientIndices], split: Split, remedy: str, names: Sequence[str] = ()
+) -> None:
     for client, part in enumerate(parts):
         total = len(part.train) + len(part.val) + len(part.test)
         for name, samples, needed in (
@@ -377,6 +389,7 @@ def _check_empty(parts: Sequence[ClientIndices], split: Split, remedy: str) -> N
         ):
             if needed and len(samples) == 0:
                 raise UserError(
-                    f"client {client} would have no {name} samples of its {total} with data.test_fraction="
-                    f"{split.test_fraction:g} and data.val_fraction={split.val_fraction:g}: {remedy}"
+                    f"client {names[client] if names else client} would have no {name} samples of its "
+                    f"{total} with data.test_fraction={split.test_fraction:g} and data.val_fraction="
+                    f"{split.val_fraction:g}: {remedy}"
                 )

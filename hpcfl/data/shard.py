@@ -166,7 +166,8 @@ def _of_samples(arrays: Arrays, train: np.ndarray) -> tuple[Channels, Channels]:
     for channel in range(arrays.sample.channels):
         values = arrays.x[train, channel].astype(np.float64) / arrays.scale
         mean.append(float(values.mean()))
-        std.append(float(values.std()) or 1.0)
+        # computed, the deviation of equal values need not be 0
+        std.append(1.0 if values.min() == values.max() else float(values.std()) or 1.0)
     return tuple(mean), tuple(std)
 
 

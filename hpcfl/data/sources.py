@@ -40,6 +40,7 @@ class Source:
         partition: the default partition, if it differs from the general one.
         read: function of data.path (or None) that returns the samples; only sources of a user's file have it.
         reader: likewise of `data`, of the program's own sources.
+        samples_overlap: whether samples of one client share numbers, as windows of one text do.
     """
 
     description: str
@@ -49,6 +50,7 @@ class Source:
     partition: str | None = None
     read: Callable[[str | None], Arrays] | None = None
     reader: Callable[[DataConfig], Arrays] | None = None
+    samples_overlap: bool = False
 
 
 def _images(description: str, num_classes: int, mean: Channels, std: Channels) -> Source:
@@ -82,6 +84,7 @@ SOURCES: dict[str, Source] = {
         "32 characters of Python's help texts, to predict the next one; each text is a client; bundled",
         partition="given",
         reader=lambda _: bundled.topics_by_client(),
+        samples_overlap=True,
     ),
     "mnist": _images("28x28 grey digits, 10 classes, 70000 images", 10, *OF_MNIST),
     "fashionmnist": _images("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
@@ -220,7 +223,55 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
             f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}; "
             "raise it in the file of data.reader"
         )
-    return replace(arrays, x=checked.x, y=checked.y, vocabulary=checked.vocabulary)
+    owner, is_test = _checked_clients(arrays, where)
+    mean, std = (tuple(map(float, numbers)) for numbers in (arrays.mean, arrays.std))
+    if len(mean) != len(std) or not all(0 < number < math.inf for number in (*std, arrays.scale)):
+        raise UserError(
+            f"{where}: mean is {arrays.mean}, std {arrays.std} and scale {arrays.scale}; needed: as many "
+            "means as deviations, and deviations and a scale above 0"
+        )
+    return replace(
+        arrays,
+        x=checked.x,
+        y=checked.y,
+        vocabulary=checked.vocabulary,
+        owner=owner,
+        is_test=is_test,
+        mean=mean,
+        std=std,
+    )
+
+
+def _checked_clients(arrays: Arrays, where: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return `owner`, int64 [n], and `is_test`, bool [n], of a user's own source; UserError for others."""
+    num_samples = len(arrays.y)
+    owner, is_test = arrays.owner, arrays.is_test
+    if owner is not None:
+        owner = np.asarray(owner)
+        if owner.shape != (num_samples,) or owner.dtype.kind not in "iu":
+            raise UserError(
+                f"{where}: owner has shape {owner.shape} and type {owner.dtype}; it needs the number of each "
+                f"sample's client, for {num_samples} samples (arrays_of(..., client=...) takes names too)"
+            )
+        owner, known = owner.astype(np.int64), np.unique(owner)
+        if not np.array_equal(known, np.arange(len(known))):
+            raise UserError(
+                f"{where}: owner has {len(known)} clients, and numbers up to {known[-1]}; number them from 0"
+            )
+        texts = arrays.domains or arrays.names
+        if texts and len(texts) != len(known):
+            raise UserError(
+                f"{where}: owner has {len(known)} clients or domains, and {len(texts)} have names"
+            )
+    if is_test is not None:
+        is_test = np.asarray(is_test)
+        if is_test.shape != (num_samples,) or not np.isin(is_test, (0, 1)).all():
+            raise UserError(
+                f"{where}: is_test has shape {is_test.shape} and type {is_test.dtype}; it needs true or "
+                f"false for {num_samples} samples"
+            )
+        is_test = is_test.astype(bool)
+    return owner, is_test
 
 
 def subset_fraction(num_samples: int, fraction: float, seed: int) -> np.ndarray:

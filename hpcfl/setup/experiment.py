@@ -30,7 +30,7 @@ from hpcfl.data.partitions import (
 )
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
-from hpcfl.data.sources import read_source, subset_fraction, subset_per_class
+from hpcfl.data.sources import SOURCES, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
@@ -110,6 +110,7 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     the partition.
     """
     data = config.data
+    _check_overlap(config)
     chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
@@ -120,7 +121,9 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     name, options = config.partition.name, config.partition.options
     split = data.test_fraction, data.val_fraction, config.data_seed
     if PARTITIONS[name].counts is None:
-        parts = partition_given(name, owner, is_test, data.clients, data.per_client, Split(*split))
+        parts = partition_given(
+            name, owner, is_test, data.clients, data.per_client, Split(*split), arrays.names or arrays.domains
+        )
     else:
         assert data.clients is not None
         sizes = class_sizes(y, arrays.num_classes)
@@ -135,6 +138,23 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         order = [*sorted(drawn[num_unseen:]), *sorted(drawn[:num_unseen])]
         parts = [parts[number] for number in order]
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
+
+
+def _check_overlap(config: Config) -> None:
+    """Raise UserError if samples that share characters would be in several parts of the data."""
+    data = config.data
+    if not SOURCES[data.source].samples_overlap:
+        return
+    if PARTITIONS[config.partition.name].counts is not None:
+        raise UserError(
+            f"data.partition.name={config.partition.name}: samples of data.source={data.source} share "
+            "characters, and only data.partition.name=given keeps those for training and for testing apart"
+        )
+    if data.val_fraction:
+        raise UserError(
+            f"data.val_fraction={data.val_fraction:g}: samples of data.source={data.source} share "
+            "characters, so validation samples would be known from training; set data.val_fraction=0"
+        )
 
 
 def texts_of_clients(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> dict[str, list[str]]:

@@ -81,6 +81,40 @@ def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> N
     assert arrays.sample == SampleType((6,))
 
 
+def test_names_of_clients_keep_all_their_characters(tmp_path: Path) -> None:
+    """Read as numbers, three of these would be one client, and 01 would be 1."""
+    long = [f"12345678901234567{digit}" for digit in (9, 8, 7)]
+    for written, sorted_names in (
+        ([*long, "", "9"], ["9", *sorted(long)]),
+        (["01", "1", "001", "10", "2"], ["001", "01", "1", "10", "2"]),
+        (["10", "2", "-1", "0", "3"], ["-1", "0", "2", "3", "10"]),
+    ):
+        rows = [f"{number},{name},{number % 2}" for number, name in enumerate(written * 4)]
+        path = table(tmp_path, "\n".join(["x,who,y", *rows]) + "\n")
+        arrays = read(path, "target=y client_column=who partition.name=given missing=drop")
+        assert list(arrays.names) == sorted_names
+        # each row's name
+        found = {
+            (row, arrays.names[client]) for row, client in zip(arrays.x[:, 0], arrays.owner, strict=True)
+        }
+        assert found == {(row, name) for row, name in enumerate(written * 4) if name}
+
+
+def test_a_column_without_values_is_named(tmp_path: Path) -> None:
+    text = "x,empty,y\n" + "".join(f"{number},,{number % 2}\n" for number in range(8))
+    assert refusal(table(tmp_path, text), "target=y missing=mean") == "column empty has no values; remove it"
+
+
+def test_numbers_that_float32_cannot_tell_apart_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "seconds,x,y\n" + "".join(f"{1.7e9 + number:f},{number},{number % 2}\n" for number in range(300))
+    read(table(tmp_path, text), "target=y")
+    (warning,) = caplog.messages
+    assert "column seconds has values near 1.7e+09 that differ by 86.6" in warning
+    assert "float32 only tells differences of 128; subtract a number from them" in warning
+
+
 def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     text = "a,b,job,y\n1,,nurse,0\n3,2,,1\n,4,cook,0\n5,6,cook,1\n,7,cook,0\n"
     path = table(tmp_path, text)

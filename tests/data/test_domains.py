@@ -55,7 +55,9 @@ def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:
     assert (arrays.x.dtype, arrays.num_classes, arrays.scale, arrays.mean) == (np.uint8, 2, 255, (0.5,))
 
 
-def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path) -> None:
+def test_folders_of_classes_are_read_and_grey_images_get_colours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     colour = np.arange(12).reshape(2, 2, 3)
     picture(tmp_path / "photo" / "dog" / "1.png", colour)
     picture(tmp_path / "photo" / "cat" / "2.png", colour + 100)
@@ -63,6 +65,8 @@ def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path)
     picture(tmp_path / "art" / "dog" / "x.png", [[7, 8], [9, 10]])
     (tmp_path / "art" / "cat").mkdir()
     (tmp_path / "photo" / "cat" / "notes.txt").write_text("no image")
+    # as macOS writes beside a file
+    (tmp_path / "photo" / "cat" / "._2.png").write_bytes(b"no image either")
     (tmp_path / ".hidden").mkdir()
     arrays = read(tmp_path)
     assert arrays.domains == ("art", "photo")
@@ -72,6 +76,8 @@ def test_folders_of_classes_are_read_and_grey_images_get_colours(tmp_path: Path)
     # files in the order of their names
     np.testing.assert_array_equal(arrays.x[1:].transpose(0, 2, 3, 1), [colour + 50, colour + 100, colour])
     assert arrays.num_classes == 2
+    (warning,) = caplog.messages
+    assert warning.endswith("(.png, .jpg, .jpeg) are left out: 1, such as cat/notes.txt")
 
 
 def test_images_are_resized_to_one_size(tmp_path: Path) -> None:

@@ -472,7 +472,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("pachinko", {"coarse_classes": 5}, {"per_client": 601}, "data.per_client=601: .* at most 600"),
     ("given", {}, {"clients": 11}, "data.clients=11: the source has 10 clients; allowed: 1..10"),
     ("given", {}, {"per_client": 20}, "data.per_client=20: .*data.per_client=null"),
-    ("given", {}, {"is_test": TEN_OWNERS != 3}, "client 0 would have no training samples"),
+    ("given", {}, {"is_test": TEN_OWNERS != 3}, "client 0 of the source would have no training samples"),
     ("iid", {}, {"clients": 6001}, "data.clients=6001: the data has 6000 samples"),
     ("iid", {}, {"per_client": 601}, "data.per_client=601: the data allows at most 600"),
 ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcfl.data.arrays import Arrays
+from hpcfl.data.arrays import Arrays, arrays_of
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.errors import UserError
@@ -162,3 +162,11 @@ def test_tokens_are_not_normalised() -> None:
     shard = Shard.build(texts, [ClientIndices(indices(1, 0), indices(), indices())], range(1), (), (), "cpu")
     assert (shard.x.dtype, shard.x.tolist()) == (torch.int64, [[3, 0], [1, 2]])
     assert torch.equal(shard.at(torch.tensor([1])), torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("constant", [7, 13, 77, 100])
+def test_a_constant_channel_has_the_deviation_1(constant: int) -> None:
+    x = np.full((40, 1, 5), constant, np.uint8)
+    arrays = arrays_of(x, np.arange(40) % 2, "x")
+    _, std = resolve_normalisation(arrays, "standard", np.arange(40))
+    assert std == (1.0,)

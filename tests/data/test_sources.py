@@ -7,6 +7,7 @@ import hashlib
 import pickle
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 
 from hpcfl.config.keys import DataConfig
-from hpcfl.data.arrays import Arrays
-from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
+from hpcfl.data.arrays import Arrays, arrays_of
+from hpcfl.data.partition_request import Split
+from hpcfl.data.partitions import partition_given
+from hpcfl.data.sources import SOURCES, _read_own, fetch, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
@@ -397,3 +400,28 @@ def test_a_fraction_keeps_the_shares_of_the_classes() -> None:
     expected = r"^data.subset_fraction=0.1 leaves none of 9 samples; allowed: 0.11 to 1"
     with pytest.raises(UserError, match=expected):
         subset_fraction(9, 0.1, seed=0)
+
+
+def test_samples_that_share_characters_stay_in_one_part() -> None:
+    for key, message in (
+        ("data.partition.name=iid", "only data.partition.name=given keeps"),
+        ("data.val_fraction=0.1", "set data.val_fraction=0"),
+    ):
+        words = ["data.source=topics", "data.clients=5", "data.per_client=null", "model.name=textcnn", key]
+        with pytest.raises(UserError, match=message):
+            load_data(load_config(None, words))
+
+
+def test_the_split_of_an_own_source_may_be_of_zeros_and_ones() -> None:
+    """Used as indices, they would be sample 0 and the last ones."""
+    is_test = np.arange(40) % 7 == 0
+    given = replace(
+        arrays_of(np.zeros((40, 3), np.float32), np.arange(40) % 2, "x"),
+        owner=np.arange(40, dtype=np.uint8) % 5,
+        is_test=is_test.astype(np.uint8),
+    )
+    arrays = _read_own("mine", lambda _: given, None)
+    assert arrays.is_test.dtype == bool
+    parts = partition_given("given", arrays.owner, arrays.is_test, None, None, Split(0.3, 0.0, 0))
+    assert sorted(np.concatenate([part.test for part in parts])) == np.flatnonzero(is_test).tolist()
+    assert sorted(np.concatenate([part.train for part in parts])) == np.flatnonzero(~is_test).tolist()
