@@ -374,7 +374,8 @@ class RunFolder:
         try:
             record = read_record(self.path, if_damaged)
             # the environment is written last
-            if record.get(ENVIRONMENT):
+            environment = record.get(ENVIRONMENT) or {"": None}
+            if None not in environment.values() and path.read_bytes().endswith(b"\n"):
                 return record
             raise UserError(f"{path} is damaged; {if_damaged}")
         except UserError:

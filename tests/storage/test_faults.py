@@ -451,12 +451,18 @@ def test_a_folder_without_config_yaml_is_resumed(resume: Resume, copied: Path, c
     assert expected in capfd.readouterr().err
 
 
-def test_a_truncated_config_yaml_is_read_or_rewritten(settings: list[str], copied: Path) -> None:
+def test_a_truncated_config_yaml_does_not_refuse_the_run_and_is_written_again(
+    settings: list[str], resume: Resume, copied: Path, capfd: Capture
+) -> None:
     whole = (copied / "config.yaml").read_bytes()
     config = load_config(None, settings)
     for length in range(0, len(whole), 97):
         (copied / "config.yaml").write_bytes(whole[:length])
         RunFolder(copied, config, uses_total_rounds=True).check(fresh=False)
+    for length in (len(whole) // 2, whole.index(b"ranks:") + len(b"ranks:\n"), len(whole) - 2):
+        (copied / "config.yaml").write_bytes(whole[:length])
+        resume(copied)
+        assert "config.yaml is damaged, and is written again" in capfd.readouterr().err
 
 
 # Checkpoints from elsewhere

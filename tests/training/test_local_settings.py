@@ -122,7 +122,6 @@ def test_a_clients_changes_depend_on_round_and_purpose_but_not_on_its_group() ->
 
 
 @cache
-@cache
 def with_settings_of(method: str, *changed: str) -> Run:
     other = {"fedbn": ["model.batchnorm=true"], "fedmn": []}
     small = other.get(method, ["model.name=mlp", "model.hidden=[8]"])
