@@ -255,7 +255,7 @@ FAULTS = {
     "all checkpoints gone": "test_a_folder_without_a_checkpoint_starts_at_round_0",
     "other files of the run cut or gone": (
         "test_a_run_resumes_if_only_the_older_checkpoint_is_whole "
-        "test_a_truncated_config_yaml_is_read_or_rewritten test_a_folder_without_config_yaml_is_resumed"
+        "test_a_truncated_config_yaml_is_written_again test_a_folder_without_config_yaml_is_resumed"
     ),
     "a checkpoint of another run, method, model or version": (
         "test_a_checkpoint_of_another_run_is_refused test_an_unfinished_run_of_another_version_is_refused "

@@ -451,7 +451,7 @@ def test_a_folder_without_config_yaml_is_resumed(resume: Resume, copied: Path, c
     assert expected in capfd.readouterr().err
 
 
-def test_a_truncated_config_yaml_does_not_refuse_the_run_and_is_written_again(
+def test_a_truncated_config_yaml_is_written_again(
     settings: list[str], resume: Resume, copied: Path, capfd: Capture
 ) -> None:
     whole = (copied / "config.yaml").read_bytes()
