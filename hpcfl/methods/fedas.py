@@ -95,6 +95,8 @@ class FedAS(FedPer):
         """Train the bodies of models [C, P] towards their client's prototypes; new clients' stay."""
         targets, is_known = clients["prototypes"], clients["is_known"]
         has_trained = (is_known == 1).any(dim=1, keepdim=True)
+        if not has_trained.any():
+            return theta
         gradient = gradient_towards(clients, _distance_of_body, targets, is_known)
         lr = self.params.alignment_lr * clients.lr_decay
         descent = clients.descent(theta, lr=lr, trained=self.layout.body)

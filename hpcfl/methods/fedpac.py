@@ -51,7 +51,7 @@ from hpcfl.training.client_group import ClientGroup
 SETTLED = 1e-10
 """Weights that move by less in a step are found."""
 MAX_STEPS = 5_000
-"""Most steps of the solver; a few hundred are usual."""
+"""Most steps of the solver; a cohort of 50 takes about 1,000, one of 300 about 4,000."""
 
 
 class FedPACParams(Params):

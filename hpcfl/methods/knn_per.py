@@ -36,6 +36,7 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models.networks import Network
 from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.engines import EVALUATION_BATCH
 
 GRID = 11
 """Values that lambda_i is chosen among: from 0 to 1 in equal steps."""
@@ -202,10 +203,15 @@ def neighbour_probabilities(
     exp(-||difference||^2 / (scale F)). `alone`: the samples are those of the store, and none is a neighbour
     of its own; n must be 2 or more then.
     """
-    # without products of matrices, which lose the digits of small distances
-    distances = torch.cdist(features, store, compute_mode="donot_use_mm_for_euclid_dist").square()
-    if alone:
-        distances = distances.fill_diagonal_(torch.inf)
-    nearest = distances.topk(min(neighbours, store.shape[0] - alone), dim=1, largest=False)
-    votes = (-nearest.values / (scale * store.shape[1])).softmax(dim=1)
-    return (votes.unsqueeze(2) * labels[nearest.indices]).sum(dim=1)
+    count, found = min(neighbours, len(store) - alone), []
+    # the distances of all samples to all others would need much memory
+    for start in range(0, len(features), EVALUATION_BATCH):
+        some = features[start : start + EVALUATION_BATCH]
+        # without products of matrices, which lose the digits of small distances
+        distances = torch.cdist(some, store, compute_mode="donot_use_mm_for_euclid_dist").square()
+        if alone:
+            distances.diagonal(start).fill_(torch.inf)
+        nearest = distances.topk(count, dim=1, largest=False)
+        votes = (-nearest.values / (scale * store.shape[1])).softmax(dim=1)
+        found.append((votes.unsqueeze(2) * labels[nearest.indices]).sum(dim=1))
+    return torch.cat(found)

@@ -102,6 +102,9 @@ def _of_layer(layer: nn.Module, inputs: Tensor, slope: Tensor) -> Tensor:
 
 def _one_by_one(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the same for any network, by a gradient for each sample."""
+    if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+        # vmap has no rule for these, and would be slower than a loop
+        return _in_a_loop(network, x, y)
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
 
     def loss(weights: Tensors, x: Tensor, y: Tensor) -> Tensor:
@@ -113,3 +116,13 @@ def _one_by_one(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
     at_once = max(1, NUMBERS_AT_ONCE // sum(weight.numel() for weight in weights.values()))
     return vmap(squared, chunk_size=at_once)(x, y)
+
+
+@torch.enable_grad()
+def _in_a_loop(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    squares = []
+    for sample in range(len(y)):
+        part = slice(sample, sample + 1)
+        slopes = torch.autograd.grad(cross_entropy(network(x[part]), y[part]), [*network.parameters()])
+        squares.append(torch.stack([slope.square().sum() for slope in slopes]).sum())
+    return torch.stack(squares)

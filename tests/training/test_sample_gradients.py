@@ -24,6 +24,16 @@ class Twice(nn.Module):
         return logits
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.rows(x.squeeze(1))[0][:, -1])
+        return logits
+
+
 def by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     squares = []
     for number in range(len(y)):
@@ -58,6 +68,7 @@ ONE_BY_ONE = {
     ),
     "another layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(10)),
     "used twice": Twice(),
+    "recurrent": Recurrent(),
 }
 
 
