@@ -86,7 +86,7 @@ class ClusteredFL(Method):
             ("client",),
             "How long each client's update is",
             "Length of the update that a client last sent, if it has trained in its present cluster; a "
-            "cluster splits only if the largest is above `method.eps_2`.",
+            "cluster splits only if the largest is above method.eps_2.",
             low=0,
             of_server=lambda method, server: method.update_norms(server)[0],
         ),
@@ -95,7 +95,7 @@ class ClusteredFL(Method):
             ("client",),
             "How long the mean update of each client's cluster is",
             "Length of the mean of the updates that a cluster's clients last sent; a cluster splits only if "
-            "it is below `method.eps_1`.",
+            "it is below method.eps_1.",
             low=0,
             of_server=lambda method, server: method.update_norms(server)[1],
         ),
