@@ -227,15 +227,3 @@ def test_a_new_client_starts_at_the_mean_of_the_models_that_were_sent(method: st
         diverged[known][others].mean(dim=0) if others.any() else run.method.context.initial_parameters()
     )
     torch.testing.assert_close(left, expected)
-
-
-@pytest.mark.parametrize("method", ["fedper", "pfedla", "pfedmb", "pfedhn", "fedem"])
-def test_both_engines_adapt_new_clients_equally(method: str) -> None:
-    keys = (f"method.name={method}", "train.rounds=1", "data.clients=5", "data.unseen_clients=0.5")
-    loop, batched = (
-        Run(*KEYS, *keys, f"run.engine={engine}", "run.clients_at_once=3").adapted()
-        for engine in ("loop", "batched")
-    )
-    assert len(loop["theta"]) == 3
-    for name, rows in loop.items():
-        torch.testing.assert_close(batched[name], rows, rtol=1e-8, atol=1e-9)
