@@ -436,6 +436,15 @@ def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_partition_that_differs_between_ranks_is_refused(tmp_path: Path, mpirun: Mpirun) -> None:
+    """Ranks would wait for each other's clients for ever."""
+    (tmp_path / "own.py").write_text(HALVES.replace("return counts", "return np.random.permutation(counts)"))
+    given = [*TINY, f"data.partition.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
+    done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
+    assert done.returncode == BAD_INPUT
+    assert "hpcfl: error: ranks have divided the samples among clients in different ways" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["hpcfl", "hpcfl.main"])
 def test_a_file_cannot_import_one_beside_it(tmp_path: Path, module: str) -> None:
     (tmp_path / "beside.py").write_text("lr = 1")

@@ -71,6 +71,15 @@ def check_same_data(world: Communicator, digest: int) -> None:
         )
 
 
+def check_same_partition(world: Communicator, digest: int) -> None:
+    """Raise UserError on all ranks unless all have divided the samples alike. Collective."""
+    if len({*world.all_gather(digest)}) > 1:
+        raise UserError(
+            "ranks have divided the samples among clients in different ways: a partition of your own must "
+            "draw from hpcfl.randomness.numpy_stream(request.seed, ...), so that all ranks have the same"
+        )
+
+
 def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
     """Return what `compare_nodes` needs of this rank. Collective."""
     return {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.nodes import check_same_data, check_same_settings, check_unlike_nodes
+from hpcfl.checks.nodes import check_same_data, check_same_partition, check_same_settings, check_unlike_nodes
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
@@ -79,6 +79,7 @@ def run(
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         check_same_data(world, experiment.data.digest)
+        check_same_partition(world, experiment.digest_of_parts)
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
 
         def open_folder() -> None:

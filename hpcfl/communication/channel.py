@@ -284,6 +284,13 @@ class _SentUpload(Upload):
 
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
         names, sizes = [*shares], tuple(sizes)
+        for name, of_clients in shares.items():
+            is_whole = not sizes and of_clients.dim() == 2
+            if not (is_whole or sizes) or of_clients.shape[1] != len(self._placement):
+                raise ValueError(
+                    f"the weights of {name!r} have the shape {[*of_clients.shape[1:]]}, and the cohort has "
+                    f"{len(self._placement)} clients; give one for each, such as cohort.num_samples"
+                )
         self._command(names, do="sum", shapes=[tuple(shares[name].shape) for name in names], sizes=sizes)
         return {name: self._sum(name, shares[name].double().contiguous(), sizes) for name in names}
 

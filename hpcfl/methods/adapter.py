@@ -17,7 +17,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods import diagnostics
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
-from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.methods.diagnostics import AXES, Diagnostic
 from hpcfl.methods.hook_results import (
     check_kinds,
     check_message,
@@ -53,6 +53,13 @@ class MethodAdapter:
             raise TypeError(
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
                 "it from make_network"
+            )
+        if [layer.start for layer in method.layers] + [method.layout.size] != [0] + [
+            layer.stop for layer in method.layers
+        ]:
+            raise TypeError(
+                f"{type(method).__name__}.layers leave out parameters or have them twice; set self.layers = "
+                "self.layout.layers(...)"
             )
         self._scores_theta = (
             method.traits.eval_after == "download"
@@ -270,7 +277,7 @@ class MethodAdapter:
         if needs_theta and "theta" not in models:
             names = ", ".join(models.names) or "nothing"
             raise TypeError(f"{self._hook(hook)} returned {names}, and no theta; return the models to score")
-        return self.method.buffers.add_to(models, clients)
+        return self.method.buffers.add_to(models, clients, hook in ("eval_model", "model_after_download"))
 
     def predict(
         self, clients: ClientGroup, model: Message, position: int, split: str
@@ -290,13 +297,37 @@ class MethodAdapter:
         with unchanged_state(self._hook("diagnostics"), server):
             chosen = self._diagnostics_up_to(diagnostics.HISTORY_LIMIT)
             kept = {one.name: server[one.name] for one in chosen if one.name in server}
-            return kept | {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
+            found = {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
+        self._check_values(found, self.method.context.num_clients)
+        return kept | found
 
     def client_diagnostics(self, clients: ClientGroup) -> State:
         """Return what an evaluation records of a group, one tensor [C, ...] per name."""
         known = self.method.diagnostics
         kept = {one.name: clients[one.name] for one in known if one.name in clients}
-        return kept | {one.name: one.of_clients(self.method, clients) for one in known if one.of_clients}
+        found = {one.name: one.of_clients(self.method, clients) for one in known if one.of_clients}
+        self._check_values(found, len(clients))
+        return kept | found
+
+    def _check_values(self, values: State, num_rows: int) -> None:
+        """Raise TypeError for computed values of a diagnostic that are not as its axes say."""
+        for one in self.method.diagnostics:
+            if one.name not in values:
+                continue
+            sizes = {"client": self.method.context.num_clients, "layer": len(self.method.layers)}
+            expected = [num_rows, *(sizes.get(axis, axis) for axis in one.axes[1:])]
+            found = values[one.name]
+            shape = list(found.shape) if isinstance(found, Tensor) else []
+            # axes of other names may have any size
+            pairs = zip(shape, expected, strict=False)
+            if len(shape) != len(expected) or any(
+                size != wanted for size, wanted in pairs if wanted not in AXES
+            ):
+                kind = shape if isinstance(found, Tensor) else f"a {type(found).__name__}"
+                raise TypeError(
+                    f"{self._hook('diagnostics')} computes {one.name!r} as {kind}; expected: a tensor "
+                    f"[{', '.join(map(str, expected))}], by its axes {one.axes}"
+                )
 
     def checkpoint_diagnostics(self, server: State) -> State:
         """Return what a checkpoint holds beside the server's state, for readers."""

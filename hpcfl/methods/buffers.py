@@ -101,13 +101,13 @@ class Buffers:
             return {}
         return weighted_means(up, {BUFFERS: cohort.num_samples})
 
-    def add_to(self, models: Message, clients: ClientGroup) -> Message:
+    def add_to(self, models: Message, clients: ClientGroup, are_received: bool) -> Message:
         """Return a group's models with their statistics.
 
-        These are shared if the models have a shared part and the server averages; otherwise there is one row
-        per client.
+        These are shared if the models have a shared part, the server averages, and clients have not trained
+        since they received them; otherwise there is one row per client.
         """
-        if models.shared and self.policy == "average":
+        if models.shared and self.policy == "average" and are_received:
             models.shared[BUFFERS] = clients.buffers[0]
         elif models:
             models.per_client[BUFFERS] = clients.buffers

@@ -64,7 +64,8 @@ class FedEM(FedAvg):
             "weights",
             ("client", "component"),
             "Which components each client is a mixture of",
-            "Weight of each component (column) for each client (row); a row sums to 1.",
+            "Weight of each component (column) for each client (row), of its last round; a row sums to 1. A "
+            "client that was never sampled has equal ones here, and is scored with those of an E-step.",
             low=0,
             high=1,
         ),

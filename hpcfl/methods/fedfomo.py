@@ -10,7 +10,8 @@ maximum with 0, to row i of an N x N matrix. It sends client i the models of the
 entries in row i; each of the M is replaced by a random client with probability eps (section 3.2).
 
 Choices: the candidates are the received models and, always, the client's own. A client that never trained has
-no model to send, so in the first rounds clients get fewer than M models. If no weight is positive, the client
+no model to send, so in the first rounds clients get fewer than M models: all members of a cohort as many as
+the one for which there are fewest. If no weight is positive, the client
 continues from its own model (in the authors' code, from theta_prev). A share `method.held_out` of the
 training samples, the same samples in all rounds, serves only to compute w_n and is never trained on. Clients
 with equal entries are ranked in random order. Running statistics stay with the client. The client evaluates

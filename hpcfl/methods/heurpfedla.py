@@ -22,6 +22,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import Field
@@ -36,6 +37,11 @@ from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
 from hpcfl.training.client_group import ClientGroup
 
+OF_RETAINED = (
+    "These are the hypernetwork's weights, by which k layers are chosen; a retained layer is the "
+    "client's own."
+)
+
 
 class HeurpFedLAParams(PFedLAParams):
     """Hyper-parameters of HeurpFedLA: those of pFedLA and k."""
@@ -49,7 +55,7 @@ class HeurpFedLA(PFedLA):
     privacy_units = ("sample",)
     Params = HeurpFedLAParams
     diagnostics = (
-        *PFedLA.diagnostics,
+        *(replace(one, caption=f"{one.caption} {OF_RETAINED}") for one in PFedLA.diagnostics),
         Diagnostic(
             "retained_rounds",
             ("client", "layer"),
@@ -114,7 +120,11 @@ class HeurpFedLA(PFedLA):
         others = alpha.scatter(2, own, 0.0).sum(dim=2)
         if self.params.k == len(self.layers):
             return torch.ones_like(others, dtype=torch.bool)
-        return others < others.sort(dim=1).values[:, self.params.k, None]
+        self_weight = alpha.gather(2, own).squeeze(2)
+        next_place = others.argsort(dim=1, stable=True)[:, self.params.k, None]
+        # equal self-weights tie, though sums of the others' weights may differ in their last bits
+        ties = (self_weight == self_weight.gather(1, next_place)) & (self_weight < 0.5)
+        return (others < others.gather(1, next_place)) & ~ties
 
     def _merge(self, clients: ClientGroup, down: Message) -> Tensor:
         """Put the client's own retained layers into the download, [C, P]."""

@@ -17,7 +17,7 @@ Choices the paper leaves open:
               samples.)
   kernel      the squared distance divided by sigma F, as in the authors' code; the paper's text has the
               distance itself
-  fewer than k samples: all of them are the neighbours
+  few         of fewer than k samples, all are the neighbours
   BatchNorm   running statistics are averaged like parameters, so that all clients have the same features
   unseen      a client that takes no part in training makes its store and lambda_i like any other, without
               a training step

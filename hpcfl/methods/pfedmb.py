@@ -25,10 +25,10 @@ Choices the paper leaves open:
   bias         belongs to its branch
   BatchNorm    one for all branches (the paper's network has none); running statistics are those of
                training the branches
-  other layers the weights of any layer are mixed. Of a linear layer, a convolution or an embedding this mixes
+  layers       the weights of any layer are mixed. Of a linear layer, a convolution or an embedding this mixes
                the branches' outputs, too; of an LSTM it does not, and LayerNorm is one more linear layer
-  empty branch a branch to which no client of the cohort gives weight keeps its value
-  step of alpha `method.alpha_lr`, without momentum or weight decay
+  no client    a branch to which no client of the cohort gives weight keeps its value
+  alpha's step  `method.alpha_lr`, without momentum or weight decay
   fine-tuning  `train.finetune_epochs` trains alpha, then the branches; `method.finetune=weights` keeps alpha
   evaluated    the mixed model with the newest branches and the client's own alpha
   unseen       a client that takes no part in training learns alpha alone (eq. 3)

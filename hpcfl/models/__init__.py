@@ -107,8 +107,16 @@ def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
     in place, or is no floating-point number, since engines would lose this."""
     trial = copy.deepcopy(network)
     kept = {tensor: (buffer, buffer.clone()) for tensor, buffer in trial.named_buffers()}
+    plain = _plain_tensors(trial)
     with torch.random.fork_rng(devices=[]):
         trial.train()(sample.zeros(2))
+    for (module, name), value in _plain_tensors(trial).items():
+        before = plain.get((module, name))
+        if before is None or before.shape != value.shape or not torch.equal(before, value):
+            raise UserError(
+                f"{key}: it changes {name} in training, a tensor that no client keeps; make it a buffer "
+                "(register_buffer)"
+            )
     for tensor, buffer in trial.named_buffers():
         if tensor.endswith("num_batches_tracked"):
             continue
@@ -121,6 +129,16 @@ def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
                 "floating-point numbers"
             )
     return trial.eval()(sample.zeros(2))
+
+
+def _plain_tensors(network: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """Return copies of the tensors that modules have as plain attributes, by module and name."""
+    return {
+        (module, name): value.detach().clone()
+        for module, of in network.named_modules()
+        for name, value in vars(of).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 __all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_network"]

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,8 @@ class Experiment:
     `texts_of_clients`; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
+    digest_of_parts: int
+    """Checksum of the samples of each client, which all ranks have alike."""
     state_device: torch.device
     """Where this rank keeps its clients' state during the run, except what `for_device` leaves out."""
 
@@ -326,8 +329,17 @@ def assemble(
         num_evaluated=np.array(list(map(len, evaluated))),
         samples_by_class=samples_by_class,
         engine_name=engine_name,
+        digest_of_parts=_digest_of(parts),
         state_device=kept_on,
     )
+
+
+def _digest_of(parts: Sequence[ClientIndices]) -> int:
+    digest = 0
+    for part in parts:
+        for samples in (part.train, part.val, part.test):
+            digest = zlib.crc32(np.append(samples, -1).astype(np.int64).tobytes(), digest)
+    return digest
 
 
 def engines_of(

@@ -18,6 +18,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from bits import SPECIAL
+
 from hpcfl.commands.reference import Key, about, citation, goes_with, keys
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
@@ -60,8 +62,9 @@ def overview() -> str:
         "`scored`: when in a round the model is scored that `accuracy_mean` reports, as in the method's\n"
         "paper ([all moments](../concepts.md#which-model-is-scored-and-when)). The four columns of\n"
         "numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a client receives and\n"
-        "sends in a small run on the digits. `round` and `evaluation`: time of a round\n"
-        "of one local epoch, and of an evaluation, on one core (`hpcfl bench --parts methods`).\n\n"
+        "sends in a small run on the digits, with the settings on the method's page. `round` and\n"
+        "`evaluation`: time of a round of one local epoch, and of an evaluation, on one core\n"
+        "(`hpcfl bench --parts methods`).\n\n"
         + table(("name", "what it does", "scored", "down", "up", "round", "evaluation", "defined in"), rows)
     )
 
@@ -183,6 +186,12 @@ def traffic(name: str) -> list[float]:
     return [golden[name][way][-1] / golden["fedavg"][way][-1] for way in ("bytes_down", "bytes_up")]
 
 
+def with_settings(name: str) -> str:
+    """Return the method's own settings in the golden runs, if they differ from the defaults."""
+    own = [word for word in SPECIAL.get(name, ()) if word.startswith("method.")]
+    return f" with {' '.join(f'`{word}`' for word in own)}" if own else ""
+
+
 def cost(name: str) -> list[str]:
     """Return a method's time of a round and of an evaluation over FedAvg's; empty if not measured."""
     if name == "fedavg":
@@ -197,7 +206,8 @@ def sends(name: str) -> str:
     """Return how much a method sends."""
     ways = traffic(name)
     return (
-        f"In a small run on the digits, a client receives {ways[0]:.2f} times and sends {ways[1]:.2f} times\n"
+        f"In a small run on the digits{with_settings(name)}, a client receives "
+        f"{ways[0]:.2f} times and sends {ways[1]:.2f} times\n"
         "the model parameters that it does with `fedavg`. `bytes.csv` of a run has the bytes by round,\n"
         "direction and layer."
     )

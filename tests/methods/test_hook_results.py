@@ -15,11 +15,13 @@ from processes import Mpirun
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedmn import FedMN
@@ -488,3 +490,69 @@ def test_fine_tuned_models_keep_what_else_is_evaluated(buffers: str) -> None:
         assert len(theta) == len(statistics) > 1
         assert not torch.equal(theta[0], theta[1])
         assert not torch.equal(statistics[0], statistics[1])
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lambda run, cohort: run.context.num_samples, lambda run, cohort: cohort.num_samples.unsqueeze(1)],
+)
+def test_weights_of_others_than_the_cohort_are_refused(weights: Callable[..., Tensor]) -> None:
+    """Those of all clients would be normalised over all, and the first ones taken."""
+
+    def aggregate(self: FedAvg, server: State, cohort: Cohort, up: Upload) -> None:
+        server["theta"] = weighted_mean(up, "theta", weights(self, cohort))
+
+    kind = type("Mistaken", (FedAvg,), {"aggregate": aggregate})
+    with pytest.raises(
+        ValueError, match=r"weights of 'theta' have the shape .*, and the cohort has 2 clients"
+    ):
+        Run("method.name=fedavg", *MLP, "train.participation=0.5", "train.rounds=1", kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("axes", "values", "expected"),
+    [
+        (("client",), lambda _, server: 0.5, r"as a float; expected: a tensor \[4\]"),
+        (("client",), lambda _, server: torch.zeros(3), r"as \[3\]; expected: a tensor \[4\]"),
+        (
+            ("client", "layer"),
+            lambda _, server: torch.zeros(4, 9),
+            r"as \[4, 9\]; expected: a tensor \[4, 2\]",
+        ),
+        (("client", "path"), lambda _, server: torch.zeros(4), r"as \[4\]; expected: a tensor \[4, path\]"),
+    ],
+)
+def test_computed_values_of_a_diagnostic_have_its_axes(
+    axes: tuple[str, ...], values: Callable[..., Any], expected: str
+) -> None:
+    wrong = Diagnostic("norm", axes, "", "", of_server=values)
+    run = Run(
+        "method.name=fedavg", *MLP, "train.rounds=1", kind=type("Own", (FedAvg,), {"diagnostics": (wrong,)})
+    )
+    with pytest.raises(TypeError, match=r"Own\.diagnostics computes 'norm' " + expected):
+        MethodAdapter(run.method).server_diagnostics(run.server)
+
+
+def test_layers_that_leave_out_parameters_are_refused() -> None:
+    def start(self: FedAvg, context: Context, params: Params) -> None:
+        super(FedAvg, self).__init__(context, params)
+        self.layers = self.layers[1:]
+
+    with pytest.raises(TypeError, match=r"Few\.layers leave out parameters or have them twice"):
+        Run("method.name=fedavg", *MLP, kind=type("Few", (FedAvg,), {"__init__": start}))
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_statistics_of_trained_models_are_each_clients_own_beside_a_shared_part(engine: str) -> None:
+    """The first client's would be all clients' otherwise."""
+
+    def finetune(self: FedAvg, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        tuned = clients.sgd(down["theta"], epochs=epochs, purpose="finetune").theta
+        return Message(shared={"more": torch.zeros(2)}, per_client={"theta": tuned}, num_clients=len(clients))
+
+    kind = type("Tuning", (FedAvg,), {"finetune": finetune})
+    keys = ["model.batchnorm=true", "train.rounds=1", "train.finetune_epochs=1", f"run.engine={engine}"]
+    run = Run("method.name=fedavg", *keys, kind=kind)
+    plain = Run("method.name=fedavg", *keys)
+    assert torch.equal(run.evaluated()["buffers"], plain.evaluated()["buffers"])
+    assert not torch.equal(run.evaluated()["buffers"][0], run.evaluated()["buffers"][1])

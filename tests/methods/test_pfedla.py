@@ -391,6 +391,16 @@ def test_with_k_zero_heurpfedla_is_pfedla_to_the_bit(buffers: str) -> None:
     assert torch.equal(ours.bytes_by_client, pfedla.bytes_by_client)
 
 
+def test_layers_of_equal_self_weight_tie_whatever_the_others_sum_up_to() -> None:
+    run = Run("method.name=heurpfedla", "method.k=1", "train.rounds=1")
+    alpha = torch.zeros(1, 4, 4)
+    # the client's own weight is 0 in all layers, and sums of the others' differ in their last bits
+    alpha[0, :, 1] = torch.tensor([1.0, 1.0 - 2**-24, 1.0, 1.0 - 2**-23])
+    assert run.method.retained(alpha, [0]).tolist() == [[False] * 4]
+    alpha[0, 2, :2] = torch.tensor([0.1, 0.9])
+    assert run.method.retained(alpha, [0]).tolist() == [[False, False, True, False]]
+
+
 def test_more_retained_layers_than_the_model_has_are_refused() -> None:
     with pytest.raises(UserError, match=r"method\.k=5 is more than the model's 4 layers .*allowed: up to 4"):
         Run("method.name=heurpfedla", "method.k=5")

@@ -50,6 +50,20 @@ class Centred(nn.Module):
         return x - self.mean
 
 
+class Plain(nn.Module):
+    """Keeps a mean in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(6, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            self.mean = self.mean + x.detach().mean(dim=0) + 1
+        return x - self.mean
+
+
 def frozen() -> nn.Module:
     return nn.Linear(6, 4).requires_grad_(False)
 
@@ -74,6 +88,7 @@ def frozen() -> nn.Module:
             "its network fails on two samples .6 features.: RuntimeError: mat1 and mat2",
         ),
         (network(Centred(in_place=False)), r"it assigns body\.part\.mean in training; change it in place"),
+        (network(Plain()), "it changes mean in training, a tensor that no client keeps; make it a buffer"),
         (network(Centred(counts=True)), r"it changes body\.part\.index in training, which is torch\.int64"),
         (network(nn.Linear(6, 4), nn.Linear(4, 5)), r"returns \[2, 5\] for two .*; expected: \[2, 3\]"),
     ],
