@@ -142,6 +142,7 @@ class FedMN(TwoPhaseMethod):
     # means over encoders and blocks reduce the effect of each step, so the default learning rate is larger
     traits = Traits(
         averages=("theta",),
+        differences=("theta", "parts"),
         uses_total_rounds=True,
         predicts_by="module",
         train_defaults={"lr": 0.1},
@@ -182,8 +183,8 @@ class FedMN(TwoPhaseMethod):
         self._is_router = torch.tensor([name == ROUTER for name in names])
         self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
         self._is_modular = torch.tensor([name != CLASSIFIER for name in names])
-        of_router = columns(self.layers, self._is_router)
-        self._steps = torch.where(of_router, params.router_lr / context.train.lr, 1.0)
+        self._of_router = columns(self.layers, self._is_router)
+        self._steps = torch.where(self._of_router, params.router_lr / context.train.lr, 1.0)
         """Each number's learning rate, in units of `train.lr` [P]."""
         temperatures = params.temperature, params.final_temperature
         rounds = range(params.pretrain_rounds, context.train.rounds)
@@ -231,9 +232,11 @@ class FedMN(TwoPhaseMethod):
         return Message(shared={"parts": server["theta"]}, layer_mask={"parts": mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        start, mask = down["parts" if "parts" in down else "theta"], _received_layers(down)
+        masks = down.layer_mask
+        start = self._joined(down)
         # a client does not have the weights of blocks that it did not request
-        has = columns(self.layers, mask.to(clients.device))
+        received = reduce(torch.logical_or, masks.values()).to(clients.device)
+        has = columns(self.layers, received)
         gradient = self._gradient(clients, clients.scratch)
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
         if not self.needs_request(clients.round):
@@ -241,8 +244,14 @@ class FedMN(TwoPhaseMethod):
                 self._copy_body(self.layout.buffer_views(statistics))
         elif self.params.order == "chain":
             statistics = {BUFFERS: clients.buffers[0]} if self.buffers.has_policy("average") else {}
-            clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
-        return Message(per_client={"theta": theta}, layer_mask={"theta": mask})
+            clients.handover = Message(dict.fromkeys(masks, theta.where(has, start)[0]) | statistics)
+        # under the names of what was received, of which a codec sends the differences
+        return Message(per_client=dict.fromkeys(masks, theta), layer_mask=dict(masks))
+
+    def _joined(self, parts: Message | Tensors) -> Tensor:
+        """Return weights [..., P] of both messages of a round: `theta` has the router, `parts` the rest."""
+        theta = parts["theta"]
+        return theta.where(self._of_router.to(theta.device), parts["parts"]) if "parts" in parts else theta
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         decision = {"decision": clients["decision"]} if clients.scratch else {}
@@ -254,8 +263,11 @@ class FedMN(TwoPhaseMethod):
         if self.params.aggregation == "sum" and self.needs_request(cohort.round):
             # where the total is 0, the server's weights stay
             total = samples.sum() * self._is_modular
-        weights = _received_layers(up.sent).double().expand(len(cohort), -1) * samples
-        server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
+        weights = {
+            name: mask.double().expand(len(cohort), -1) * samples for name, mask in up.sent.layer_mask.items()
+        }
+        old = dict.fromkeys(weights, server["theta"])
+        server["theta"] = self._joined(layer_means(up, weights, self.layers, old, total))
 
     # router and loss
 
@@ -358,11 +370,6 @@ class FedMN(TwoPhaseMethod):
             _, is_body, rest = name.partition(".body.")
             if is_body:
                 tensor.copy_(views[f"encoder1.body.{rest}"])
-
-
-def _received_layers(message: Message) -> Tensor:
-    """Return which layers of a round clients get: of the first and the second message, bool [L] or [C, L]."""
-    return reduce(torch.logical_or, [mask.cpu() for mask in message.layer_mask.values()])
 
 
 def _check(params: FedMNParams, rounds: int) -> None:

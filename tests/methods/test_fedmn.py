@@ -166,7 +166,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     sent = adapter.download(server, cohort) | adapter.server_response(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
-    method.aggregate(server, cohort, upload_of({"theta": rows}, sent))
+    method.aggregate(server, cohort, upload_of({"theta": rows, "parts": rows}, sent))
     return method, before, rows, server["theta"]
 
 
@@ -191,6 +191,22 @@ def test_the_sum_of_the_paper_shrinks_blocks_that_few_clients_use() -> None:
     expected = expected[0] * (1 / 8) + expected[2] * (5 / 8)
     torch.testing.assert_close(piece(method, after, "block3_1"), expected, rtol=0, atol=1e-6)
     assert torch.count_nonzero(piece(method, after, "block3_2")) == 0
+
+
+@pytest.mark.parametrize(("codec", "largest"), [("int8", 0.1), ("topk", 1.0)])
+def test_codecs_send_differences_of_all_blocks(codec: str, largest: float) -> None:
+    """Of whole weights, int8 would lose more than an update has, and topk would send nearly none."""
+    keys = (*NARROW, "train.rounds=1", "train.local_epochs=3")
+    plain, coded = (Run(*keys, *more) for more in ((), (f"comm.codec={codec}", "comm.directions=up")))
+    start = plain.method.server_state()["theta"]
+    for name in ("encoder1", "router", "block3_1"):
+        update, lost = (
+            piece(plain.method, rows, name) for rows in (plain.server["theta"] - start, coded.server["theta"])
+        )
+        lost = lost - piece(plain.method, plain.server["theta"], name)
+        assert 0 < lost.norm() < largest * update.norm(), name
+    if codec == "topk":
+        assert coded.bytes_by_client[:, 1].sum() < 0.3 * plain.bytes_by_client[:, 1].sum()
 
 
 # T15: the router's gradient

@@ -320,7 +320,10 @@ def test_a_table_counts_the_clients_that_were_drawn(digits: Path, tmp_path: Path
         ),
         ([*OF_CLIENTS, "data.normalise=standard"], "needs a data.normalise other than standard"),
         ([*OF_CLIENTS, "model.batchnorm=true"], "privacy.unit=client needs train.buffers=local: running "),
-        ([*OF_SAMPLES, "model.batchnorm=true"], "privacy.unit=sample needs a model without running statistics "),
+        (
+            [*OF_SAMPLES, "model.batchnorm=true"],
+            "privacy.unit=sample needs a model without running statistics ",
+        ),
         ([*OF_CLIENTS, *WINE], "privacy.unit=client would not hide the means and deviations"),
     ],
 )
