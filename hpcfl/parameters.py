@@ -59,16 +59,17 @@ class ParameterLayout:
     """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
 
     `body` and `head` are the two parts of a network that has them. Running statistics have a vector of their
-    own. Buffers that are not floating-point numbers, such as masks, stay in the network's module, and
+    own. Buffers that are no finite floating-point numbers, such as masks, stay in the network's module, and
     BatchNorm's `num_batches_tracked` is not kept at all.
     """
 
     def __init__(self, network: nn.Module) -> None:
         self._order = {name: number for number, (name, _) in enumerate(network.named_modules())}
-        short = _short_names(list(self._order))
-        self.parameters = _slots({name: p.shape for name, p in network.named_parameters()}, short)
-        statistics = {n: b.shape for n, b in network.named_buffers() if b.is_floating_point()}
-        self.buffers = _slots(statistics, short)
+        parameters = {name: p.shape for name, p in network.named_parameters()}
+        floats = {name: b for name, b in network.named_buffers() if b.is_floating_point()}
+        statistics = {name: b.shape for name, b in floats.items() if b.isfinite().all()}
+        short = _short_names([name.rpartition(".")[0] for name in (*parameters, *statistics)])
+        self.parameters, self.buffers = _slots(parameters, short), _slots(statistics, short)
         self.size = self.parameters[-1].stop
         self.buffer_size = self.buffers[-1].stop if self.buffers else 0
         head = (slot.start for slot in self.parameters if slot.name.startswith("head."))
@@ -76,7 +77,9 @@ class ParameterLayout:
         self.body = slice(0, head_start)
         self.head = slice(head_start, self.size)
         self.batchnorm_modules = frozenset(
-            short[name] for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
+            short[name]
+            for name, module in network.named_modules()
+            if isinstance(module, _BATCHNORM) and name in short
         )
 
     @property
@@ -194,7 +197,7 @@ def _slots(shapes: dict[str, torch.Size], short: dict[str, str]) -> tuple[Slot, 
 def _short_names(modules: Sequence[str]) -> dict[str, str]:
     """Name modules as papers do: without the `body.` or `head.` that every network starts with, if this
     names one of them only."""
-    short = {name: name.removeprefix("body.").removeprefix("head.") for name in modules}
+    short = {name: name.removeprefix("body.").removeprefix("head.") for name in {*modules}}
     times = Counter(short.values())
     return {name: one if times[one] == 1 else name for name, one in short.items()}
 

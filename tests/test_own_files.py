@@ -436,9 +436,12 @@ def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
     assert "Traceback" not in done.stderr
 
 
+ROLLED = "from mpi4py import MPI; return np.roll(counts, MPI.COMM_WORLD.rank, axis=0)"
+
+
 def test_a_partition_that_differs_between_ranks_is_refused(tmp_path: Path, mpirun: Mpirun) -> None:
     """Ranks would wait for each other's clients for ever."""
-    (tmp_path / "own.py").write_text(HALVES.replace("return counts", "return np.random.permutation(counts)"))
+    (tmp_path / "own.py").write_text(HALVES.replace("return counts", ROLLED))
     given = [*TINY, f"data.partition.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
     done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
     assert done.returncode == BAD_INPUT

@@ -145,3 +145,9 @@ def test_modules_of_one_name_in_body_and_head_are_layers_of_their_own(granularit
     of_head = [layer.name for layer in layers if layer.stop > layout.body.stop]
     assert {name.partition(".")[0] for name in of_body} == {"body"}
     assert {name.partition(".")[0] for name in of_head} == {"head"}
+
+
+def test_a_name_is_short_where_only_one_module_with_tensors_has_it() -> None:
+    """As of the vision transformer, whose head's last module is `head`, too."""
+    layout = ParameterLayout(Network(OrderedDict(fc=nn.Linear(4, 3)), OrderedDict(head=nn.Linear(3, 2))))
+    assert [layer.name for layer in layout.layers()] == ["fc", "head"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib
+import logging
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +20,8 @@ from hpcfl.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOG = logging.getLogger(__name__)
 
 MISSING = [
     *("", "NA", "N/A", "n/a", "<NA>", "#NA", "#N/A", "#N/A N/A", "None", "null", "NULL"),
@@ -43,7 +47,7 @@ def read_csv_table(data: DataConfig) -> Arrays:
     frame = _read(data, where)
     _check_names(list(frame.columns), data, where)
     frame = _without_missing(frame, data, where)
-    y, values = _numbered(frame[data.target])
+    y, values = _numbered(frame[data.target], where)
     if len(values) < 2:
         raise UserError(
             f"{where}: data.target={data.target} has one value, {values[0]}, in all rows; it needs "
@@ -59,9 +63,11 @@ def read_csv_table(data: DataConfig) -> Arrays:
     if not features:
         raise UserError(f"{where}: has no columns but {' and '.join(filter(None, roles))}; it needs features")
     x = np.stack([feature for name in features for feature in _features(frame[name], data, where)], axis=1)
+    of_numbers = [name for name in features if name not in (data.categorical or ())]
+    warn_of_digits([(f"column {name}", frame[name].to_numpy()) for name in of_numbers], where)
     if data.client_column is None:
         return arrays_of(x, y, where)
-    client, names = _numbered(frame[data.client_column])
+    client, names = _numbered(frame[data.client_column], where)
     return replace(arrays_of(x, y, where, client=client), names=tuple(names))
 
 
@@ -111,10 +117,23 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
     return frame
 
 
-def _numbered(column: pd.Series[Any]) -> tuple[np.ndarray, list[str]]:
-    """Return the number of each row's value, and all values: sorted as numbers, if all are different ones."""
+def _numbered(column: pd.Series[Any], where: str) -> tuple[np.ndarray, list[str]]:
+    """Return the number of each row's value, and all values: sorted as numbers, if all are different ones.
+
+    Values such as 1 and 1.0, or yes and Yes, are two; this is warned of.
+    """
     values = sorted(column.unique())
-    if all(map(_is_numeric, values)) and len({_number(value) for value in values}) == len(values):
+    are_numbers = all(map(_is_numeric, values))
+    meant: dict[float | str, str] = {}
+    for value in values:
+        other = meant.setdefault(_number(value) if are_numbers else value.lower(), value)
+        if other is not value:
+            LOG.warning(
+                f"{where}: column {column.name} has {other!r} and {value!r} as two values; if they are "
+                "one, write them alike"
+            )
+            break
+    if are_numbers and len(meant) == len(values):
         values.sort(key=_number)
     numbers = {value: number for number, value in enumerate(values)}
     return column.map(numbers).to_numpy(), values
@@ -203,16 +222,15 @@ def _is_number(kind: Any) -> bool:
 
 def _is_numeric(value: object) -> bool:
     try:
-        float(str(value))
+        return math.isfinite(float(str(value)))
     except ValueError:
         return False
-    return True
 
 
 def _features(column: pd.Series[Any], data: DataConfig, where: str) -> Iterator[np.ndarray]:
     """Yield a column's features, float32 [n] each."""
     if column.name in (data.categorical or ()):
-        codes, values = _numbered(column)
+        codes, values = _numbered(column, where)
         yield from (codes == np.arange(len(values))[:, None]).astype(np.float32)
         return
     if not _is_number(column.dtype):
@@ -221,12 +239,10 @@ def _features(column: pd.Series[Any], data: DataConfig, where: str) -> Iterator[
             f"{where}: column {column.name} is not of numbers, with {text!r}; list it in data.categorical to "
             "make each of its values a feature, or remove it"
         )
-    exact = column.to_numpy()
     with np.errstate(over="ignore"):
-        numbers = exact.astype(np.float32)
+        numbers = column.to_numpy().astype(np.float32)
     if not np.isfinite(numbers).all():
         raise UserError(
             f"{where}: column {column.name} holds values that are not finite in float32; clean or rescale it"
         )
-    warn_of_digits(exact, f"{where}: column {column.name}")
     yield numbers

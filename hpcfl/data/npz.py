@@ -63,21 +63,24 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     if not np.isfinite(pixels).all():
         raise UserError(f"{where}: x holds values that are not finite in float32; clean or rescale them")
     if x.ndim < 4:
-        for channel in range(x.shape[1]):
-            warn_of_digits(x[:, channel], f"{where}: channel or feature {channel}")
+        columns = (x[:, number] for number in range(x.shape[1]))
+        warn_of_digits([(f"channel or feature {n}", column) for n, column in enumerate(columns)], where)
     return pixels
 
 
-def warn_of_digits(exact: np.ndarray, what: str) -> None:
-    """Warn if numbers differ by less than float32 can tell, such as times in seconds since 1970."""
-    if exact.dtype.itemsize <= 4:
-        return
-    deviation = exact.std(dtype=np.float64)
-    step = np.spacing(np.float32(np.abs(exact).max()))
-    if 0 < deviation < DIGITS * step:
+def warn_of_digits(columns: Sequence[tuple[str, np.ndarray]], where: str) -> None:
+    """Warn of columns whose numbers differ by less than float32 can tell, such as seconds since 1970."""
+    lost = []
+    for name, exact in columns:
+        deviation = exact.std(dtype=np.float64) if exact.dtype.itemsize > 4 else 0.0
+        if 0 < deviation < DIGITS * np.spacing(np.float32(np.abs(exact).max())):
+            lost.append(
+                f"{name} has values near {exact.mean(dtype=np.float64):g} that differ by {deviation:g}"
+            )
+    if lost:
+        more = f", and so on for {len(lost)} columns" if len(lost) > 1 else ""
         LOG.warning(
-            f"{what} has values near {exact.mean(dtype=np.float64):g} that differ by {deviation:g}, and "
-            f"float32 only tells differences of {step:g}; subtract a number from them"
+            f"{where}: {lost[0]}{more}: float32 has too few digits for them; subtract a number, or rescale"
         )
 
 

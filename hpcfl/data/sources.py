@@ -224,8 +224,12 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
             "raise it in the file of data.reader"
         )
     owner, is_test = _checked_clients(arrays, where)
-    mean, std = (tuple(map(float, numbers)) for numbers in (arrays.mean, arrays.std))
-    if len(mean) != len(std) or not all(0 < number < math.inf for number in (*std, arrays.scale)):
+    mean, std = (tuple(np.ravel(numbers).astype(float).tolist()) for numbers in (arrays.mean, arrays.std))
+    if (
+        len(mean) != len(std)
+        or not np.isfinite(mean).all()
+        or not all(0 < number < math.inf for number in (*std, arrays.scale))
+    ):
         raise UserError(
             f"{where}: mean is {arrays.mean}, std {arrays.std} and scale {arrays.scale}; needed: as many "
             "means as deviations, and deviations and a scale above 0"
@@ -239,6 +243,7 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
         is_test=is_test,
         mean=mean,
         std=std,
+        names=tuple(map(str, arrays.names)),
     )
 
 
@@ -258,8 +263,8 @@ def _checked_clients(arrays: Arrays, where: str) -> tuple[np.ndarray | None, np.
             raise UserError(
                 f"{where}: owner has {len(known)} clients, and numbers up to {known[-1]}; number them from 0"
             )
-        texts = arrays.domains or arrays.names
-        if texts and len(texts) != len(known):
+        texts = [*(arrays.domains or arrays.names)]
+        if texts and len(texts) < len(known):
             raise UserError(
                 f"{where}: owner has {len(known)} clients or domains, and {len(texts)} have names"
             )

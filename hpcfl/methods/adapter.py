@@ -296,7 +296,8 @@ class MethodAdapter:
         """Return what an evaluation records of the server's state."""
         with unchanged_state(self._hook("diagnostics"), server):
             chosen = self._diagnostics_up_to(diagnostics.HISTORY_LIMIT)
-            kept = {one.name: server[one.name] for one in chosen if one.name in server}
+            in_state = [one.name for one in self.method.diagnostics if not one.of_server]
+            kept = {name: server[name] for name in in_state if name in server}
             found = {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
         self._check_values(found, self.method.context.num_clients)
         return kept | found

@@ -26,7 +26,7 @@ FORMER = {
     "server_diagnostics": "Diagnostic(..., of_server=...)",
     "client_diagnostics": "Diagnostic(..., of_clients=...)",
     "finetuned": "finetune",
-    "local_gradient": "finetune",
+    "local_gradient": "finetune, or training_gradient of FedPer and its like",
     "make_layers": "self.layers = ... in __init__",
 }
 """Names that were hooks, and what replaces each."""

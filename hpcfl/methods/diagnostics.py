@@ -12,8 +12,8 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import ClientGroup
 
 HISTORY_LIMIT = 10_000
-"""Largest number of entries, such as N*N, of a matrix of pairs of clients that the history records (below
-100 MB for 2,500 evaluations)."""
+"""Largest number of entries, such as N*N, of a computed matrix of pairs of clients that the history records
+(below 100 MB for 2,500 evaluations)."""
 CHECKPOINT_LIMIT = 2**24
 """Largest number of its entries that a checkpoint holds for readers (64 MB)."""
 
@@ -50,7 +50,8 @@ class Diagnostic:
     entries: Callable[[Any], list[str]] | None = None
     """Returns names of the entries along the last axis, given the method's parameters; None: numbers."""
     of_server: Callable[[Any, Tensors], Tensor] | None = None
-    """Returns the values, given the method and the server's state."""
+    """Returns the values, given the method and the server's state; not recorded in the history if they are
+    of pairs of clients and more than HISTORY_LIMIT."""
     of_clients: Callable[[Any, ClientGroup], Tensor] | None = None
     """Returns the values [C, ...] of a group of clients, given the method and the group."""
     in_checkpoints: bool = False
@@ -67,6 +68,6 @@ class Diagnostic:
             )
 
     def fits(self, num_clients: int, num_layers: int, limit: int) -> bool:
-        """Return whether the values may be recorded: matrices of pairs of clients have a limit."""
+        """Return whether computed values may be recorded: matrices of pairs of clients have a limit."""
         of_clients, of_layers = self.axes.count("client"), self.axes.count("layer")
         return of_clients == 1 or num_clients**of_clients * num_layers**of_layers <= limit

@@ -79,6 +79,11 @@ class FedCP(FedPer):
         theta[:, self._shared_head] = down["theta"][:, self._shared_head]
         return Message(per_client={"theta": theta})
 
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        model = self.eval_model(clients, down)
+        gradient = self.training_gradient(clients, model)
+        return self._finetuned(clients, model, epochs, gradient, self._own_and_policy)
+
     def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
         received = model["theta"]
         weight = received[:, self.layout.head.start :][:, : self.context.num_classes * self._num_features]

@@ -63,6 +63,8 @@ class FedFomo(ModelBank):
             "Weights of other clients' models",
             "Sum of the weights that a client (row) has found for each client's model (column) so far; below "
             "0, it did worse on the client's held-out samples.",
+            # as a computed one, it has a limit
+            of_server=lambda _, server: server["affinity"],
         ),
     )
     params: FedFomoParams

@@ -36,6 +36,9 @@ MODELS: dict[str, Model] = {
     "vit": Vit("torchvision's vision transformer, by default 6 layers of width 192 on patches of 4x4"),
 }
 
+SEED = 0
+"""Of dropout and the like, when a network is checked."""
+
 
 def build_network(
     name: str, sample: SampleType, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
@@ -88,7 +91,9 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
             raise UserError(f"{key}: {tensor} has momentum=None, which is not supported; allowed: a number")
     try:
-        outputs = _outputs(key, network, sample)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            outputs = _outputs(key, network, sample)
     except UserError:
         raise
     except Exception as error:
@@ -103,20 +108,13 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
 
 @torch.no_grad()
 def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
-    """Return what a copy of the network returns for two samples; UserError if a buffer changes otherwise than
-    in place, or is no floating-point number, since engines would lose this."""
-    trial = copy.deepcopy(network)
+    """Return what a copy of the network returns for two samples; UserError if it keeps what engines lose: a
+    buffer that changes otherwise than in place, or is no floating-point number, or any other memory."""
+    x, trial = sample.zeros(2), copy.deepcopy(network)
+    x = torch.rand_like(x) if x.is_floating_point() else x
     kept = {tensor: (buffer, buffer.clone()) for tensor, buffer in trial.named_buffers()}
-    plain = _plain_tensors(trial)
-    with torch.random.fork_rng(devices=[]):
-        trial.train()(sample.zeros(2))
-    for (module, name), value in _plain_tensors(trial).items():
-        before = plain.get((module, name))
-        if before is None or before.shape != value.shape or not torch.equal(before, value):
-            raise UserError(
-                f"{key}: it changes {name} in training, a tensor that no client keeps; make it a buffer "
-                "(register_buffer)"
-            )
+    torch.manual_seed(SEED)
+    first = trial.train()(x)
     for tensor, buffer in trial.named_buffers():
         if tensor.endswith("num_batches_tracked"):
             continue
@@ -128,17 +126,19 @@ def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
                 f"{key}: it changes {tensor} in training, which is {buffer.dtype}; allowed: buffers of "
                 "floating-point numbers"
             )
-    return trial.eval()(sample.zeros(2))
-
-
-def _plain_tensors(network: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Return copies of the tensors that modules have as plain attributes, by module and name."""
-    return {
-        (module, name): value.detach().clone()
-        for module, of in network.named_modules()
-        for name, value in vars(of).items()
-        if isinstance(value, torch.Tensor)
-    }
+    outputs, pairs = copy.deepcopy(network).eval()(x), []
+    for of_fresh, is_training in ((first, True), (outputs, False)):
+        for tensor, buffer in trial.named_buffers():
+            buffer.copy_(kept[tensor][1])
+        torch.manual_seed(SEED)
+        pairs.append((of_fresh, trial.train(is_training)(x)))
+    for one, other in pairs:
+        if isinstance(one, torch.Tensor) and not torch.allclose(one, other, equal_nan=True):
+            raise UserError(
+                f"{key}: its outputs depend on what it has computed before, and no client keeps that; keep "
+                "it in a buffer (register_buffer)"
+            )
+    return outputs
 
 
 __all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_network"]

@@ -81,7 +81,7 @@ def test_clients_of_a_column_are_the_owners_in_sorted_order(tmp_path: Path) -> N
     assert arrays.sample == SampleType((6,))
 
 
-def test_names_of_clients_keep_all_their_characters(tmp_path: Path) -> None:
+def test_names_of_clients_keep_all_their_characters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Read as numbers, three of these would be one client, and 01 would be 1."""
     long = [f"12345678901234567{digit}" for digit in (9, 8, 7)]
     for written, sorted_names in (
@@ -98,6 +98,17 @@ def test_names_of_clients_keep_all_their_characters(tmp_path: Path) -> None:
             (row, arrays.names[client]) for row, client in zip(arrays.x[:, 0], arrays.owner, strict=True)
         }
         assert found == {(row, name) for row, name in enumerate(written * 4) if name}
+    (warning,) = caplog.messages
+    assert warning.endswith("who has '001' and '01' as two values; if they are one, write them alike")
+
+
+def test_values_that_are_written_in_two_ways_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "x,y\n" + "".join(f"{number},{('true', 'TRUE', 'no')[number % 3]}\n" for number in range(9))
+    assert read(table(tmp_path, text), "target=y").num_classes == 3
+    (warning,) = caplog.messages
+    assert "column y has 'TRUE' and 'true' as two values" in warning
 
 
 def test_a_column_without_values_is_named(tmp_path: Path) -> None:
@@ -112,7 +123,7 @@ def test_numbers_that_float32_cannot_tell_apart_are_warned_of(
     read(table(tmp_path, text), "target=y")
     (warning,) = caplog.messages
     assert "column seconds has values near 1.7e+09 that differ by 86.6" in warning
-    assert "float32 only tells differences of 128; subtract a number from them" in warning
+    assert warning.endswith(": float32 has too few digits for them; subtract a number, or rescale")
 
 
 def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:

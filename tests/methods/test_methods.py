@@ -454,7 +454,7 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
         (FedAvg, "traits", FedAvg.traits.replace(predicts_by="rule"), "predicts_by=rule needs predict of"),
         (FedAvg, "trian", FedAvg.train, r"Mistaken\.trian is not a hook; did you mean train\? If not, name"),
         (FedAvg, "diagnostic", (), r"Mistaken\.diagnostic is not a hook; did you mean diagnostics\?"),
-        (FedAvg, "local_gradient", None, r"Mistaken\.local_gradient is not a hook; did you mean finetune\?"),
+        (FedAvg, "local_gradient", None, r"Mistaken\.local_gradient is not a hook; did you mean finetune"),
         (FedAvg, "client_request", FedAvg.train, "client_request is never called; derive the class from Two"),
         (FedAvg, "traits", FedAvg.traits.replace(eval_after="trainig"), r"traits\.eval_after cannot be 'tra"),
         (FedAvg, "traits", FedAvg.traits.replace(averages="theta"), r"traits\.averages cannot be 'theta': "),

@@ -88,7 +88,7 @@ def frozen() -> nn.Module:
             "its network fails on two samples .6 features.: RuntimeError: mat1 and mat2",
         ),
         (network(Centred(in_place=False)), r"it assigns body\.part\.mean in training; change it in place"),
-        (network(Plain()), "it changes mean in training, a tensor that no client keeps; make it a buffer"),
+        (network(Plain()), "its outputs depend on what it has computed before, and no client keeps that"),
         (network(Centred(counts=True)), r"it changes body\.part\.index in training, which is torch\.int64"),
         (network(nn.Linear(6, 4), nn.Linear(4, 5)), r"returns \[2, 5\] for two .*; expected: \[2, 3\]"),
     ],
@@ -96,6 +96,40 @@ def frozen() -> nn.Module:
 def test_a_network_that_cannot_be_trained_is_refused(built: nn.Module, expected: str) -> None:
     with pytest.raises(UserError, match=f"model.name=mine: .*{expected}"):
         check_network("mine", built, SAMPLE, 3)
+
+
+class Remembers(nn.Module):
+    """Keeps what does not matter: its last features, and positions that it computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(6, 4))
+        self.last = self.positions = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions is None:
+            self.positions = torch.arange(4.0)
+        self.last = self.linear(x) + self.positions
+        return self.last
+
+
+def test_a_network_may_keep_what_does_not_change_its_outputs() -> None:
+    check_network("mine", network(nn.Sequential(Remembers(), nn.Dropout(), nn.BatchNorm1d(4))), SAMPLE, 3)
+
+
+def test_a_mask_of_minus_infinity_is_no_statistic() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -torch.inf]), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) + self.mask).softmax(dim=-1)
+
+    built = network(Masked())
+    check_network("mine", built, SAMPLE, 3)
+    assert ParameterLayout(built).buffers == ()
 
 
 def test_the_check_changes_neither_the_network_nor_generators() -> None:
