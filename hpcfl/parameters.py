@@ -59,15 +59,14 @@ class ParameterLayout:
     """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
 
     `body` and `head` are the two parts of a network that has them. Running statistics have a vector of their
-    own. Buffers that are no finite floating-point numbers, such as masks, stay in the network's module, and
+    own. Buffers that are not floating-point numbers, such as masks, stay in the network's module, and
     BatchNorm's `num_batches_tracked` is not kept at all.
     """
 
     def __init__(self, network: nn.Module) -> None:
         self._order = {name: number for number, (name, _) in enumerate(network.named_modules())}
         parameters = {name: p.shape for name, p in network.named_parameters()}
-        floats = {name: b for name, b in network.named_buffers() if b.is_floating_point()}
-        statistics = {name: b.shape for name, b in floats.items() if b.isfinite().all()}
+        statistics = {name: b.shape for name, b in network.named_buffers() if b.is_floating_point()}
         short = _short_names([name.rpartition(".")[0] for name in (*parameters, *statistics)])
         self.parameters, self.buffers = _slots(parameters, short), _slots(statistics, short)
         self.size = self.parameters[-1].stop

@@ -232,7 +232,7 @@ class FedMN(TwoPhaseMethod):
         return Message(shared={"parts": server["theta"]}, layer_mask={"parts": mask})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        masks = down.layer_mask
+        masks = {name: mask.cpu() for name, mask in down.layer_mask.items()}
         start = self._joined(down)
         # a client does not have the weights of blocks that it did not request
         received = reduce(torch.logical_or, masks.values()).to(clients.device)
@@ -246,7 +246,7 @@ class FedMN(TwoPhaseMethod):
             statistics = {BUFFERS: clients.buffers[0]} if self.buffers.has_policy("average") else {}
             clients.handover = Message(dict.fromkeys(masks, theta.where(has, start)[0]) | statistics)
         # under the names of what was received, of which a codec sends the differences
-        return Message(per_client=dict.fromkeys(masks, theta), layer_mask=dict(masks))
+        return Message(per_client=dict.fromkeys(masks, theta), layer_mask=masks)
 
     def _joined(self, parts: Message | Tensors) -> Tensor:
         """Return weights [..., P] of both messages of a round: `theta` has the router, `parts` the rest."""

@@ -90,6 +90,9 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
     for tensor, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
             raise UserError(f"{key}: {tensor} has momentum=None, which is not supported; allowed: a number")
+    for tensor, buffer in network.named_buffers():
+        if not buffer.isfinite().all():
+            raise UserError(f"{key}: the buffer {tensor} is not finite; make a mask of true and false of it")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)

@@ -15,7 +15,7 @@ from bits import refused
 from made_runs import LAYERS, make_run, metrics_of_runs, rising
 from processes import REPOSITORY
 
-from hpcfl.errors import FINISHED, UserError
+from hpcfl.errors import FAULT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report import content
@@ -260,17 +260,14 @@ def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_a_picture_with_wrong_axes_loses_only_the_page(
+def test_a_diagnostic_with_wrong_axes_ends_the_run_at_the_first_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
     folder = tmp_path / "run"
-    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
+    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FAULT
     printed = capsys.readouterr().err
-    assert "no report: diagnostic 'met' cannot be drawn" in printed
-    assert "the shape [3], and its axes are (client, client)" in printed
-    assert (folder / "clients.csv").exists()
-    assert "'met' cannot be drawn" in refused(capsys, "report", folder)
+    assert "Counting.diagnostics computes 'met' as [3]; expected: a tensor [3, 3], by its axes" in printed
 
 
 def test_axes_that_do_not_match_the_values_are_refused() -> None:
