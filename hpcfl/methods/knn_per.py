@@ -132,14 +132,20 @@ class KnnPer(FedAvg):
         grid = torch.linspace(0, 1, GRID, dtype=outputs.dtype, device=outputs.device)
         if alone and len(labels) == 1:
             return grid[0]
-        nearest = neighbour_probabilities(
-            outputs[:, :-classes],
-            store,
-            self._one_hot(labels, store),
-            self.params.neighbours,
-            self.params.scale,
-            alone,
-        )
+        by_label = self._one_hot(labels, store)
+        # the distances of all samples to all others would need much memory
+        parts = [
+            neighbour_probabilities(
+                part,
+                store,
+                by_label,
+                self.params.neighbours,
+                self.params.scale,
+                number * EVALUATION_BATCH if alone else None,
+            )
+            for number, part in enumerate(outputs[:, :-classes].split(EVALUATION_BATCH))
+        ]
+        nearest = torch.cat(parts)
         of_class = y.unsqueeze(1)
         of_model = outputs[:, -classes:].softmax(dim=1).gather(1, of_class)
         mixed = torch.lerp(of_model, nearest.gather(1, of_class), grid)
@@ -195,23 +201,18 @@ class WithNeighbours(nn.Module):
 
 
 def neighbour_probabilities(
-    features: Tensor, store: Tensor, labels: Tensor, neighbours: int, scale: float, alone: bool = False
+    features: Tensor, store: Tensor, labels: Tensor, neighbours: int, scale: float, first: int | None = None
 ) -> Tensor:
     """Return class probabilities [B, K] of samples with features [B, F], by their nearest neighbours.
 
     The neighbours vote for their labels, rows of `labels` [n, K], with weights in proportion to
-    exp(-||difference||^2 / (scale F)). `alone`: the samples are those of the store, and none is a neighbour
-    of its own; n must be 2 or more then.
+    exp(-||difference||^2 / (scale F)). With `first`, the samples are those of the store from this one on, and
+    none is a neighbour of its own; n must be 2 or more then.
     """
-    count, found = min(neighbours, len(store) - alone), []
-    # the distances of all samples to all others would need much memory
-    for start in range(0, len(features), EVALUATION_BATCH):
-        some = features[start : start + EVALUATION_BATCH]
-        # without products of matrices, which lose the digits of small distances
-        distances = torch.cdist(some, store, compute_mode="donot_use_mm_for_euclid_dist").square()
-        if alone:
-            distances.diagonal(start).fill_(torch.inf)
-        nearest = distances.topk(count, dim=1, largest=False)
-        votes = (-nearest.values / (scale * store.shape[1])).softmax(dim=1)
-        found.append((votes.unsqueeze(2) * labels[nearest.indices]).sum(dim=1))
-    return torch.cat(found)
+    # without products of matrices, which lose the digits of small distances
+    distances = torch.cdist(features, store, compute_mode="donot_use_mm_for_euclid_dist").square()
+    if first is not None:
+        distances.diagonal(first).fill_(torch.inf)
+    nearest = distances.topk(min(neighbours, len(store) - (first is not None)), dim=1, largest=False)
+    votes = (-nearest.values / (scale * store.shape[1])).softmax(dim=1)
+    return (votes.unsqueeze(2) * labels[nearest.indices]).sum(dim=1)

@@ -9,13 +9,12 @@ import torch
 from by_hand import assert_close, network_with, predicted
 from harness import UNEQUAL_FEW, Run
 
-from hpcfl.methods import knn_per
 from hpcfl.methods.knn_per import neighbour_probabilities
 
 KNN_PER = "method.name=knn_per"
 
 
-def test_neighbours_vote_with_weights_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_vote_with_weights_by_distance() -> None:
     store = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 2.0], [30.0, 0.0]])
     labels = torch.tensor([[1.0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]])
     # squared distances from (0, 1): 1, 18, 1, 901; each is divided by scale F = 8
@@ -24,11 +23,9 @@ def test_neighbours_vote_with_weights_by_distance(monkeypatch: pytest.MonkeyPatc
     expected = torch.tensor([[2 * near, far, 0.0]]) / (2 * near + far)
     torch.testing.assert_close(found, expected)
     # of the store's second sample: squared distances 25, 13 and 745
-    alone = neighbour_probabilities(store, store, labels, 2, 4.0, alone=True)
+    alone = neighbour_probabilities(store, store, labels, 2, 4.0, 0)
     torch.testing.assert_close(alone[1], torch.tensor([1.0, 0, 0]))
-    with monkeypatch.context() as few:
-        few.setattr(knn_per, "EVALUATION_BATCH", 3)
-        assert torch.equal(neighbour_probabilities(store, store, labels, 2, 4.0, alone=True), alone)
+    assert torch.equal(neighbour_probabilities(store[1:3], store, labels, 2, 4.0, 1), alone[1:3])
     # rows that fill up a store have no vote
     padded, theirs = torch.cat([store, torch.full((2, 2), torch.inf)]), torch.cat([labels, labels[:2]])
     shares = neighbour_probabilities(store, padded, theirs, 100, 1e9)[0].tolist()

@@ -269,7 +269,7 @@ def good(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "silent", "gather", "rounds"), [(3, 2, 100, LONG_ROUNDS), (2, 0, 25, BRIEF_ROUNDS)]
+    ("ranks", "silent", "gather", "rounds"), [(3, 2, 100, LONG_ROUNDS), (2, 0, 29, BRIEF_ROUNDS)]
 )
 def test_a_rank_that_stops_answering_is_named(
     launch: Launcher, tmp_path: Path, resume: Resume, ranks: int, silent: int, gather: int, rounds: int

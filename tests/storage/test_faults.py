@@ -438,9 +438,7 @@ def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
     newest, previous = (copied / name for name in CHECKPOINTS)
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in printed
     assert f"; taking {previous}, round 1\n" in printed
-    # what is cut off at the end of config.yaml are ranks
-    rewritten = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n"
-    assert (rewritten in printed) == (kept < 0.9)
+    assert f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n" in printed
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
 
