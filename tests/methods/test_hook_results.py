@@ -193,7 +193,10 @@ def test_different_tensors_of_clients_on_different_ranks_are_named(tmp_path: Pat
     assert done.returncode == 1
     expected = "'sent' of client 0 is torch.int64 [], of client 2 torch.float32 []"
     line = f"{own}: DifferentTensorsError: hooks must return the same tensors for all clients, and {expected}"
-    assert done.stderr.splitlines()[0] == f"hpcfl: error: {line}"
+    first = done.stderr.splitlines()[0]
+    # a process of the tests may know other files, too
+    assert first.startswith("hpcfl: error: ")
+    assert first.endswith(line)
     assert "Traceback" not in done.stderr
 
 
