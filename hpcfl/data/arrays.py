@@ -51,6 +51,11 @@ class Arrays:
     names: tuple[str, ...] = ()
 
     @property
+    def owner_names(self) -> tuple[str, ...]:
+        """The names of the domains or clients that `owner` numbers; empty without names."""
+        return self.domains or self.names
+
+    @property
     def sample(self) -> SampleType:
         return SampleType(self.x.shape[1:], self.vocabulary)
 

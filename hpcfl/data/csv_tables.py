@@ -85,8 +85,8 @@ def _read(data: DataConfig, where: str) -> pd.DataFrame:
             names = _checked_header(text, where)
             text.seek(0)
             # read as numbers, long names of clients would lose digits, and 01 would be 1
-            texts = [name for name in names if name in (data.target, data.client_column)]
-            texts += [name for name in names if name in (data.categorical or ())]
+            of_texts = (data.target, data.client_column, *(data.categorical or ()))
+            texts = [name for name in names if name in of_texts]
             # among texts, "None" and "NA" are values like others; see below for numbers
             missing = {name: [""] if name in texts else MISSING for name in names}
             with warnings.catch_warnings():

@@ -223,6 +223,7 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
             f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}; "
             "raise it in the file of data.reader"
         )
+    arrays = replace(arrays, names=tuple(map(str, arrays.names)))
     owner, is_test = _checked_clients(arrays, where)
     mean, std = (tuple(np.ravel(numbers).astype(float).tolist()) for numbers in (arrays.mean, arrays.std))
     if (
@@ -243,7 +244,6 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
         is_test=is_test,
         mean=mean,
         std=std,
-        names=tuple(map(str, arrays.names)),
     )
 
 
@@ -263,10 +263,10 @@ def _checked_clients(arrays: Arrays, where: str) -> tuple[np.ndarray | None, np.
             raise UserError(
                 f"{where}: owner has {len(known)} clients, and numbers up to {known[-1]}; number them from 0"
             )
-        texts = [*(arrays.domains or arrays.names)]
-        if texts and len(texts) < len(known):
+        if 0 < len(arrays.owner_names) < len(known):
             raise UserError(
-                f"{where}: owner has {len(known)} clients or domains, and {len(texts)} have names"
+                f"{where}: owner has {len(known)} clients or domains, and {len(arrays.owner_names)} have "
+                "names"
             )
     if is_test is not None:
         is_test = np.asarray(is_test)

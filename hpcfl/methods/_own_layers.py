@@ -49,6 +49,8 @@ class OwnLayers(SharedLayers):
     traits = FedAvg.traits.replace(has_global_model=False)
     own_part: ClassVar[str]
     """Name of the private layers in the client state and in checkpoints."""
+    trained_part: slice = slice(None)
+    """The numbers of models [P] that rounds and fine-tuning train; default: all."""
 
     def client_state(self, clients: Sequence[int]) -> State:
         initial = self.layout.flatten(self.network)[0]
@@ -60,9 +62,9 @@ class OwnLayers(SharedLayers):
         return Message(per_client={"theta": theta}, layer_mask={"theta": self.layer_mask})
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        """Train whole models [C, P] and return them; default: SGD on all layers with `training_gradient`."""
+        """Train models [C, P] and return them; default: SGD on `trained_part` by `training_gradient`."""
         gradient = self.training_gradient(clients, Message(per_client={"theta": theta}))
-        return clients.sgd(theta, gradient=gradient).theta
+        return clients.sgd(theta, gradient=gradient, trained=self.trained_part).theta
 
     def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
         """Return the `gradient` for `ClientGroup.sgd` of all local training, which starts from the evaluated
@@ -74,7 +76,9 @@ class OwnLayers(SharedLayers):
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         model = self.eval_model(clients, down)
-        return self._finetuned(clients, model, epochs, self.training_gradient(clients, model))
+        return self._finetuned(
+            clients, model, epochs, self.training_gradient(clients, model), self.trained_part
+        )
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""

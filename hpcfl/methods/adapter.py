@@ -54,9 +54,8 @@ class MethodAdapter:
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
                 "it from make_network"
             )
-        if [layer.start for layer in method.layers] + [method.layout.size] != [0] + [
-            layer.stop for layer in method.layers
-        ]:
+        starts = [*(layer.start for layer in method.layers), method.layout.size]
+        if starts != [0, *(layer.stop for layer in method.layers)]:
             raise TypeError(
                 f"{type(method).__name__}.layers leave out parameters or have them twice; set self.layers = "
                 "self.layout.layers(...)"

@@ -88,7 +88,7 @@ class ClusteredFL(Method):
             "Length of the update that a client last sent, if it has trained in its present cluster; a "
             "cluster splits only if the largest is above method.eps_2.",
             low=0,
-            of_server=lambda method, server: method.update_norms(server)[0],
+            of_server=lambda method, server: method.update_norms(server),
         ),
         Diagnostic(
             "mean_update_norm",
@@ -97,7 +97,7 @@ class ClusteredFL(Method):
             "Length of the mean of the updates that a cluster's clients last sent; a cluster splits only if "
             "it is below method.eps_1.",
             low=0,
-            of_server=lambda method, server: method.update_norms(server)[1],
+            of_server=lambda method, server: method.mean_update_norms(server),
         ),
     )
     params: ClusteredFLParams
@@ -161,15 +161,17 @@ class ClusteredFL(Method):
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": down["theta"] + up.per_client["update"]})
 
-    def update_norms(self, server: State) -> list[Tensor]:
-        """Return the norms of each client's update and of its cluster's mean update, [N] each; nan for a
-        client that has not trained in its present cluster."""
+    def update_norms(self, server: State) -> Tensor:
+        """Return the norm of each client's update [N]; nan if it has not trained in its present cluster."""
+        return server["updates"].norm(dim=1).where(server["is_known"] == 1, torch.nan)
+
+    def mean_update_norms(self, server: State) -> Tensor:
+        """Return the norm of the mean update of each client's cluster [N]; nan as in `update_norms`."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         means = torch.full_like(server["theta"], torch.nan)
         for number in cluster[known].unique().tolist():
             means[number] = updates[known & (cluster == number)].mean(dim=0)
-        norms = updates.norm(dim=1), means.norm(dim=1)[cluster]
-        return [norm.where(known, torch.nan) for norm in norms]
+        return means.norm(dim=1)[cluster].where(known, torch.nan)
 
     def _split(self, server: State, number: int) -> str | None:
         """Split a cluster if its clients' updates disagree: give some a new number. Otherwise return the

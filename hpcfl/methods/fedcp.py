@@ -61,7 +61,7 @@ class FedCP(FedPer):
         super().__init__(context, params)
         head = self.layout.head
         self._shared_head = slice(0, head.stop - head.start)
-        self._own_and_policy = slice(self._shared_head.stop, self.layout.size)
+        self.trained_part = slice(self._shared_head.stop, self.layout.size)
         self._num_features = context.network.num_features
 
     def make_network(self) -> PolicyNetwork:
@@ -69,8 +69,7 @@ class FedCP(FedPer):
             return PolicyNetwork(self.context.build_network(-1))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        gradient = self.training_gradient(clients, Message(per_client={"theta": theta}))
-        theta = clients.sgd(theta, gradient=gradient, trained=self._own_and_policy).theta
+        theta = super().local_training(clients, theta)
         theta[:, self._shared_head] = (theta[:, self._shared_head] + theta[:, self.layout.head]) / 2
         return theta
 
@@ -78,11 +77,6 @@ class FedCP(FedPer):
         theta = up.per_client["theta"].clone()
         theta[:, self._shared_head] = down["theta"][:, self._shared_head]
         return Message(per_client={"theta": theta})
-
-    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        model = self.eval_model(clients, down)
-        gradient = self.training_gradient(clients, model)
-        return self._finetuned(clients, model, epochs, gradient, self._own_and_policy)
 
     def training_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
         received = model["theta"]

@@ -11,16 +11,16 @@ entries in row i; each of the M is replaced by a random client with probability 
 
 Choices: the candidates are the received models and, always, the client's own. A client that never trained has
 no model to send, so in the first rounds clients get fewer than M models: all members of a cohort as many as
-the one for which there are fewest. If no weight is positive, the client
-continues from its own model (in the authors' code, from theta_prev). A share `method.held_out` of the
-training samples, the same samples in all rounds, serves only to compute w_n and is never trained on. Clients
-with equal entries are ranked in random order. Running statistics stay with the client. The client evaluates
-all candidates with its own running statistics, because it would use any candidate, or a mean of candidates,
-with these statistics. The evaluated model is the model after the client's last training (PFLlib); the model
-after a download is the weighted mean from which the client would start (the authors log both). With M = 0 the
-method is local training on the samples not held out. A download holds S x M models at once. A client that
-takes no part in training gets M random models, as the row of a new client in the matrix is 0, and the mean of
-all uploaded models as its own and as theta_prev; then it does one round (not in the paper).
+the one for which there are fewest. If no weight is positive, the client continues from its own model (in the
+authors' code, from theta_prev). A share `method.held_out` of the training samples, the same samples in all
+rounds, serves only to compute w_n and is never trained on. Clients with equal entries are ranked in random
+order. Running statistics stay with the client. The client evaluates all candidates with its own running
+statistics, because it would use any candidate, or a mean of candidates, with these statistics. The evaluated
+model is the model after the client's last training (PFLlib); the model after a download is the weighted mean
+from which the client would start (the authors log both). With M = 0 the method is local training on the
+samples not held out. A download holds S x M models at once. A client that takes no part in training gets M
+random models, as the row of a new client in the matrix is 0, and the mean of all uploaded models as its own
+and as theta_prev; then it does one round (not in the paper).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     split = data.test_fraction, data.val_fraction, config.data_seed
     if PARTITIONS[name].counts is None:
         parts = partition_given(
-            name, owner, is_test, data.clients, data.per_client, Split(*split), arrays.names or arrays.domains
+            name, owner, is_test, data.clients, data.per_client, Split(*split), arrays.owner_names
         )
     else:
         assert data.clients is not None

@@ -134,7 +134,7 @@ def test_embeddings_are_drawn_from_the_seed_and_the_body_starts_as_the_model_s()
 def test_fine_tuning_of_fedcp_leaves_the_received_head_as_it_is() -> None:
     runs = [Run(FEDCP, "train.rounds=1", f"train.finetune_epochs={epochs}") for epochs in (0, 2)]
     plain, tuned = (run.evaluated()["theta"] for run in runs)
-    trained = runs[0].method._own_and_policy
+    trained = runs[0].method.trained_part
     assert torch.equal(tuned[:, : trained.start], plain[:, : trained.start])
     assert not torch.equal(tuned[:, trained], plain[:, trained])
 

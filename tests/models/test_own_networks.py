@@ -16,7 +16,6 @@ from hpcfl.samples import SampleType
 from hpcfl.training.batches import Batch
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.private_gradients import PrivateGradients
-from hpcfl.training.sample_gradients import squared_gradients
 
 SAMPLE = SampleType((6,))
 
@@ -174,17 +173,6 @@ def test_a_network_with_shared_weights_is_filled() -> None:
     filled = layout.filled(built, theta, buffers)
     assert all(map(torch.equal, layout.flatten(filled), (theta, buffers)))
     assert filled.body.part.second.weight is filled.body.part.first.weight
-
-
-def test_gradients_of_samples_count_shared_weights_once() -> None:
-    built = network(Tied(), nn.Linear(6, 3)).eval()
-    x, y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
-    expected = []
-    for position in range(4):
-        loss = nn.functional.cross_entropy(built(x[position : position + 1]), y[position : position + 1])
-        slopes = torch.autograd.grad(loss, [*built.parameters()])
-        expected.append(sum(slope.square().sum() for slope in slopes))
-    torch.testing.assert_close(squared_gradients(built, x, y), torch.stack(expected))
 
 
 def test_a_network_with_dropout_has_private_gradients() -> None:

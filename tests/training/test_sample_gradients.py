@@ -24,6 +24,19 @@ class Twice(nn.Module):
         return logits
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(self.first(x.flatten(start_dim=1)).tanh()))
+        return logits
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +81,7 @@ ONE_BY_ONE = {
     ),
     "another layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(10)),
     "used twice": Twice(),
+    "tied": Tied(),
     "recurrent": Recurrent(),
 }
 
