@@ -115,9 +115,9 @@ def no_warning_unseen(request: pytest.FixtureRequest, caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in records if record.name.startswith("hpcfl")] == []
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_code_forgotten() -> Iterator[None]:
-    """Forget what a test adds in own files."""
+    """Forget what a test adds in own files, and the classes that it gives to `hpcfl.run`."""
     with forgetting_own_code():
         yield
 

@@ -53,8 +53,8 @@ class Noisy(FedBN):
 
 
 @pytest.fixture(autouse=True)
-def registries(own_code_forgotten: None) -> Iterator[None]:
-    """Take out what a test has entered."""
+def classes_unnamed() -> Iterator[None]:
+    """Take off the names that runs gave to classes."""
     yield
     for kind in (Halved, Noisy, Interrupted):
         for name in {"name", "summary"} & vars(kind).keys():

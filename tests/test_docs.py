@@ -171,7 +171,6 @@ def test_all_skipped_commands_are_on_a_page() -> None:
     assert len(set(walked) - set(ELSEWHERE)) >= 50
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_the_example_of_a_new_method_without_its_pull_is_fedavg(tmp_path: Path) -> None:
     example = tmp_path / "my_method.py"
     example.write_text(next(text for _, text, file in steps(README) if file == example.name))

@@ -20,8 +20,6 @@ from hpcfl.registries import load_config
 from hpcfl.results.comparison import compare
 from hpcfl.results.run import load_run
 
-pytestmark = pytest.mark.usefixtures("own_code_forgotten")
-
 TINY = ["data.clients=4", "train.local_epochs=1", "train.rounds=2"]
 
 TRIMMED = '''"""Trimmed mean: the server leaves out the largest and smallest numbers of each coordinate."""

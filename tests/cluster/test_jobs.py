@@ -17,8 +17,6 @@ from slurm import Job, Slurm, running_slurm
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 
-pytestmark = pytest.mark.usefixtures("own_code_forgotten")
-
 TABLE = """
 title: A table with a cell that fails
 seeds: [0]

@@ -19,7 +19,7 @@ from slurm import Job, Slurm, running_slurm
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
-pytestmark = [pytest.mark.nodes, pytest.mark.usefixtures("own_code_forgotten")]
+pytestmark = pytest.mark.nodes
 
 ALONE = (
     "hpcfl: error: the launcher started 4 ranks, but each is alone in its MPI world; under SLURM use `srun"

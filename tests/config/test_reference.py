@@ -105,7 +105,6 @@ APART = f"{PARAMS}\nclass Mine(FedAvg):\n    Params = MineParams\n"
 INSIDE = "class Mine(FedAvg):\n" + indent(PARAMS.replace("MineParams(Params)", "Params(Params)"), "    ")
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 @pytest.mark.parametrize("classes", [APART, INSIDE])
 def test_the_keys_of_an_own_file_are_listed(  # type: ignore[no-untyped-def]
     classes: str, tmp_path, capsys

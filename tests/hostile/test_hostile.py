@@ -542,7 +542,7 @@ class Own(FedAvg):
 
 
 @pytest.fixture
-def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forgotten: None) -> Path:
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a run folder that contains the Python file it names as its own code, unknown here."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"

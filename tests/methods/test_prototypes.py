@@ -148,7 +148,6 @@ WITHOUT_BIAS = "out=nn.Linear(16, num_classes, bias=False)"
 TWO_LAYERS = "inner=nn.Linear(16, 16), out=nn.Linear(16, num_classes)"
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 @pytest.mark.parametrize("head", [WITHOUT_BIAS, TWO_LAYERS])
 @pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.traits.linear_head])
 def test_a_head_that_is_not_one_layer_with_a_bias_is_refused(

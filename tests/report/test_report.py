@@ -249,7 +249,6 @@ class Counting(FedAvg):
 '''
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(OWN)
     folder = tmp_path / "run"
@@ -259,7 +258,6 @@ def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
     assert (picture["title"], picture["rounds"], picture["high"]) == ("Meetings </script> & co", [1, 2], 2.0)
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_a_diagnostic_with_wrong_axes_ends_the_run_at_the_first_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,6 @@ def place(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("runs"), digits)
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_exported_models_have_the_same_accuracy_without_hpcfl(place: Place, tmp_path: Path) -> None:
     """Those of all methods whose networks are not the configured one, of one other and an own model."""
     own_networks = [
@@ -181,7 +180,6 @@ def test_bytes_are_scaled_and_normalised_as_in_the_run(tmp_path: Path) -> None:
         run.predict(0, x / 16)
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_a_method_with_its_own_prediction_rule_is_exported(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,7 +359,6 @@ def test_a_client_that_is_not_in_the_run_is_refused(place: Place) -> None:
         assert run.model(client).keys() == run.model(3).keys()  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("own_code_forgotten")
 def test_a_run_names_the_version_of_its_own_code_that_it_needs(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,7 @@ from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_ex
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.training.client_group import ClientGroup
 
-pytestmark = [pytest.mark.usefixtures("own_code_forgotten"), pytest.mark.warns]
+pytestmark = pytest.mark.warns
 
 SKIP = "run.on_divergence=skip"
 
