@@ -240,8 +240,10 @@ def _needs_of_data(data: DataConfig, partition: str, sources: Registry) -> Itera
         yield f"data.{key}", data.source == "csv", "data.source=csv"
     yield "data.client_column", is_given, "data.partition.name=given"
     yield "data.image_size", data.source == "domains", "data.source=domains"
+    whole = "another data.partition.name than given, whose clients keep all their samples"
+    if sources.known[data.source].samples_overlap:
+        whole = "a data.source whose samples share no characters"
     for key, other in (("subset_fraction", "subset_per_class"), ("subset_per_class", "subset_fraction")):
-        whole = "another data.partition.name than given, whose clients keep all their samples"
         yield f"data.{key}", not is_given, whole
         yield f"data.{key}", getattr(data, other) is None, f"data.{other}=null"
     for key in ("shift_groups", "shift_strength"):

@@ -64,7 +64,7 @@ def read_leaf(path: str) -> Arrays:
             )
     x, y, owner, is_test = _pooled([part.pop(writer) for writer in writers for part in parts], len(parts))
     scale = 255.0 if x.dtype == np.uint8 else 1.0
-    return Arrays(x, y, FEMNIST_CLASSES, scale, *OF_MNIST, owner, is_test)
+    return Arrays(x, y, FEMNIST_CLASSES, scale, *OF_MNIST, owner, is_test, names=tuple(writers))
 
 
 def read_pfllib(path: str) -> Arrays:

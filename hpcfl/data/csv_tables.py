@@ -208,10 +208,10 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
     shown = ", ".join(f"{name} {count}" for name, count in unfilled.head(MAX_NAMES).items())
     more = f", and {len(unfilled) - MAX_NAMES} more columns" if len(unfilled) > MAX_NAMES else ""
     allowed = "data.missing=drop leaves out such rows"
-    if data.missing is None:
+    if not no_mean:
         allowed += ", data.missing=mean takes the mean of the column"
-    else:
-        allowed += ", and data.missing=mean is for columns of numbers only"
+    elif data.missing == "mean":
+        allowed += ", and data.missing=mean is for features that are numbers"
     raise UserError(f"{where}: of {len(frame)} rows some have no value ({shown}{more}); {allowed}")
 
 

@@ -147,8 +147,8 @@ def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, b
     if unit == "sample" and buffers.layout.buffer_size:
         raise UserError(
             f"{key} needs a model without running statistics such as BatchNorm's, which mix the samples of a "
-            f"mini-batch, and model.name={context.model_name} has {buffers.layout.buffers[0].name} here; use "
-            "another, such as model.name=lenet model.batchnorm=false"
+            f"mini-batch, and model.name={context.model_name} has {buffers.layout.buffers[0].name} here; set "
+            "model.batchnorm=false, with resnet18 or mobilenetv2 model.groupnorm=8, or use another model"
         )
     if buffers.has_policy("average"):
         raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")
@@ -159,8 +159,8 @@ def check_body(method: str, context: Context) -> None:
     if not context.layout.body.stop:
         raise UserError(
             f"method.name={method} needs a feature extractor and a head, and model.name="
-            f"{context.model_name} has no layers before its head here; use one that has, such as "
-            "model.name=lenet"
+            f"{context.model_name} has no layers before its head here; use another model (see `hpcfl list`), "
+            "or with mlp a hidden layer, such as model.hidden=[64]"
         )
 
 
@@ -170,7 +170,7 @@ def check_linear_head(method: str, context: Context) -> None:
     if [len(shape) for shape in head] != [2, 1]:
         raise UserError(
             f"method.name={method} needs a network whose head is one linear layer with a bias, and that of "
-            f"model.name={context.model_name} is another; use one that has, such as model.name=lenet"
+            f"model.name={context.model_name} is another; use one that has, such as any of `hpcfl list`"
         )
 
 

@@ -34,7 +34,7 @@ class FedBN(OwnLayers):
         if not self.layout.batchnorm_modules:
             LOG.warning(
                 f"model.name={context.model_name} has no BatchNorm, so fedbn trains as fedavg does; "
-                "model.batchnorm=true adds it to convolutional networks"
+                "networks with convolutions may have it (model.batchnorm=true)"
             )
 
     def shared_layers(self) -> Tensor:

@@ -30,6 +30,10 @@ def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     has_tied = len([*network.named_parameters(remove_duplicate=False)]) > len([*network.parameters()])
     if has_tied or not all(_is_covered(module) for module in _with_weights(network)):
         return _one_by_one(network, x, y)
+    with torch.no_grad():
+        # one sample tells the axis of samples from an equally long one of steps
+        if not _is_by_sample(network, _watched(network, x[:1])[1], 1):
+            return _one_by_one(network, x, y)
     parts = zip(x.split(SAMPLES_AT_ONCE), y.split(SAMPLES_AT_ONCE), strict=True)
     return torch.cat([_by_layer(network, *part) for part in parts])
 
@@ -46,8 +50,8 @@ def _is_covered(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-@torch.enable_grad()
-def _by_layer(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def _watched(network: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[nn.Module, Tensor, Tensor]]]:
+    """Return the logits, and for each use of a layer with weights: the layer, what it received and gave."""
     received: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -55,16 +59,33 @@ def _by_layer(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         # what follows may change its input in place
         return output.clone()
 
-    layers = _with_weights(network)
-    hooks = [module.register_forward_hook(keep) for module in layers]
+    hooks = [module.register_forward_hook(keep) for module in _with_weights(network)]
     try:
-        loss = cross_entropy(network(x), y, reduction="sum")
+        return network(x), received
     finally:
         for hook in hooks:
             hook.remove()
-    if len(received) != len(layers):
-        # a layer that is used twice has the sum of two products
+
+
+def _is_by_sample(
+    network: nn.Module, received: list[tuple[nn.Module, Tensor, Tensor]], num_samples: int
+) -> bool:
+    """Whether each layer was used once, with the samples as first axis.
+
+    A layer that is used twice has the sum of two products; one that receives the steps of all samples as so
+    many samples, or the steps as its first axis, does not tell the samples apart.
+    """
+    return len(received) == len(_with_weights(network)) and all(
+        len(inputs) == len(output) == num_samples for _, inputs, output in received
+    )
+
+
+@torch.enable_grad()
+def _by_layer(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits, received = _watched(network, x)
+    if not _is_by_sample(network, received, len(x)):
         return _one_by_one(network, x, y)
+    loss = cross_entropy(logits, y, reduction="sum")
     slopes = torch.autograd.grad(loss, [output for _, _, output in received])
     squares = [
         _of_layer(module, inputs, slope) for (module, inputs, _), slope in zip(received, slopes, strict=True)

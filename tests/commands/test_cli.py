@@ -55,6 +55,10 @@ MISTAKES = [
     (["data.per_client=1000"], "the data allows at most 172"),
     (["data.subset_fraction=0.5", "data.subset_per_class=9"], "=0.5 needs data.subset_per_class=null; set"),
     (["data.partition.name=given", "data.subset_fraction=0.5"], "needs another data.partition.name than "),
+    (
+        ["data.source=topics", "data.clients=null", "data.subset_fraction=0.5"],
+        "needs a data.source whose samples share no characters; set that, or data.subset_fraction=null",
+    ),
     (["method.name=fedafk", "model.name=mlp", "model.hidden=[]"], "and model.name=mlp has no layers before"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),

@@ -62,6 +62,7 @@ def test_femnist_orders_the_writers_of_all_files(tmp_path: Path) -> None:
     assert (arrays.x.dtype, arrays.x.shape) == (np.uint8, (3, 1, 28, 28))
     np.testing.assert_array_equal(scaled(arrays), np.float32(earlier["x"] + later["x"]))
     assert (arrays.y.tolist(), arrays.owner.tolist(), arrays.is_test) == ([5, 61, 0], [0, 1, 1], None)
+    assert arrays.names == ("f0001_41", "f0002_07")
     assert (arrays.num_classes, arrays.mean, arrays.std) == (62, (0.1307,), (0.3081,))
 
 

@@ -131,16 +131,23 @@ def test_missing_values_are_refused_by_default(tmp_path: Path) -> None:
     path = table(tmp_path, text)
     keys = "target=y categorical=[job]"
     assert refusal(path, keys) == (
-        "of 5 rows some have no value (a 2, b 1, job 1); data.missing=drop leaves out such rows, "
-        "data.missing=mean takes the mean of the column"
+        "of 5 rows some have no value (a 2, b 1, job 1); data.missing=drop leaves out such rows"
     )
+    # means are offered where all that is missing are numbers that clients train on
+    numbers = table(tmp_path, text.replace("2,,1", "2,cook,1"), name="numbers.csv")
+    assert refusal(numbers, keys).endswith(" such rows, data.missing=mean takes the mean of the column")
+    of_target = table(tmp_path, "a,y\n1,0\n2,1\n3,\n", name="target.csv")
+    assert refusal(of_target, "target=y").endswith("(y 1); data.missing=drop leaves out such rows")
     whole = "7,1,cook,0\n8,2,nurse,1\n9,3,cook,0\n"
     dropped = read(table(tmp_path, text + whole, name="more.csv"), f"{keys} missing=drop")
     assert dropped.x.tolist() == [[5, 6, 1, 0], [7, 1, 1, 0], [8, 2, 0, 1], [9, 3, 1, 0]]
     assert dropped.y.tolist() == [1, 0, 1, 0]
     message = refusal(path, f"{keys} missing=mean")
-    assert message.startswith("of 5 rows some have no value (job 1); data.missing=drop leaves out such rows")
-    means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), f"{keys} missing=mean")
+    assert message == (
+        "of 5 rows some have no value (job 1); data.missing=drop leaves out such rows, and data.missing=mean "
+        "is for features that are numbers"
+    )
+    means = read(numbers, f"{keys} missing=mean")
     assert means.x[:, 0].tolist() == [1, 3, 3, 5, 3]
     assert means.x[:, 1].tolist() == [4.75, 2, 4, 6, 7]
     # a row that is too short lacks values as well

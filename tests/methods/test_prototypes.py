@@ -157,7 +157,7 @@ def test_a_head_that_is_not_one_layer_with_a_bias_is_refused(
     words = [f"model.path={tmp_path / 'plain.py'}", f"method.name={method}", "--out", str(tmp_path / "run")]
     assert refused(capsys, *words) == (
         f"hpcfl: error: method.name={method} needs a network whose head is one linear layer with a bias, and "
-        "that of model.name=plain is another; use one that has, such as model.name=lenet"
+        "that of model.name=plain is another; use one that has, such as any of `hpcfl list`"
     )
 
 

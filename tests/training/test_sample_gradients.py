@@ -47,6 +47,31 @@ class Recurrent(nn.Module):
         return logits
 
 
+class StepsFirst(nn.Module):
+    """A network of sequences [steps, n, features], here with as many steps as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x[:, 0, :7].transpose(0, 1)
+        logits: Tensor = self.head(self.hidden(steps).relu().mean(dim=0))
+        return logits
+
+
+class StepsAsSamples(nn.Module):
+    """A network whose hidden layer receives all steps of all samples in one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(x.flatten(end_dim=2)).relu().view(len(x), -1))
+        return logits
+
+
 def by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     squares = []
     for number in range(len(y)):
@@ -83,6 +108,8 @@ ONE_BY_ONE = {
     "used twice": Twice(),
     "tied": Tied(),
     "recurrent": Recurrent(),
+    "steps first": StepsFirst(),
+    "steps as samples": StepsAsSamples(),
 }
 
 
