@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
 from hpcfl.commands.arguments import Parser, add_own_code, client_of
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import Layout
@@ -33,6 +35,12 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
     x = read_arrays(where, where, ["x"])["x"]
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
+    if num_unknown := int(np.isnan(probabilities).any(axis=1).sum()):
+        raise UserError(
+            f"the model of --client {options.client} has no probabilities (nan) for {num_unknown} of "
+            f"{len(x)} samples: its training has diverged (see diverged in the run's clients.csv), or the "
+            "samples are not as the run's data set stores them; nothing is written"
+        )
     labels = probabilities.argmax(axis=1)
     header = ["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))]
     rows = ([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))

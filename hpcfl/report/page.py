@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from markupsafe import Markup
 from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.report.content import page_content
-from hpcfl.results.run import Run
+from hpcfl.results.run import Run, folder_names
 from hpcfl.storage.atomic import replace_file
 
 HERE = Path(__file__).parent
@@ -66,14 +65,8 @@ def _template() -> Template:
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """Return names for the runs: method and folder, with as much of the path as makes them different."""
-    paths = [run.path.resolve().parts for run in runs]
-    length = 1
-    # a set, since a run that is given twice has only one path
-    while max(Counter(path[-length:] for path in set(paths)).values()) > 1:
-        length += 1
-    names = ["/".join(path[-length:]) for path in paths]
+    """Return names for the runs: method and folder."""
     return [
         name if run.config.method.name in name else f"{run.config.method.name} ({name})"
-        for run, name in zip(runs, names, strict=True)
+        for run, name in zip(runs, folder_names(runs), strict=True)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
-from hpcfl.results.run import Run, scored_when
+from hpcfl.results.run import Run, folder_names, scored_when
 from hpcfl.results.statistics import PairedDifference, paired_difference
 
 SEEDS = ("run.seed", "data.seed")
@@ -93,7 +93,7 @@ class Comparison:
         """Return the name of each entry: the folder of a single run, else the method, or with equal methods
         the keys that differ."""
         if len(self.entries[0]) == 1:
-            return [run.path.resolve().name for (run,) in self.entries]
+            return folder_names([run for (run,) in self.entries])
         methods = [entry[0].config.method.name for entry in self.entries]
         if len(set(methods)) == len(methods):
             return methods

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -367,6 +368,16 @@ class Run:
     def export(self, client: ClientName | Literal["all"], out: str | Path) -> list[Path]:
         """Write models for use without hpcfl, and return the files (see hpcfl.results.export)."""
         return export(self.models, client, Path(out), self.clients if self.is_finished else {})
+
+
+def folder_names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the runs' folders, with as much of the path as makes them different."""
+    paths = [run.path.resolve().parts for run in runs]
+    length = 1
+    # a set, since a run that is given twice has only one path
+    while max(Counter(path[-length:] for path in set(paths)).values()) > 1:
+        length += 1
+    return ["/".join(path[-length:]) for path in paths]
 
 
 def scored_when(method: str, train: TrainConfig) -> str:

@@ -150,9 +150,21 @@ class ResultFiles:
         # the table in full comes first, then what was shortened least
         stems = [path.stem, *(shortened[rounds] for rounds in sorted(shortened, reverse=True))]
         self._files = [
-            [_read_csv(folder / f"{stem}{kind}.csv") for kind in ("", "_differences")] for stem in stems
+            [self._read_csv(folder / f"{stem}{kind}.csv") for kind in ("", "_differences")] for stem in stems
         ]
         """Lines of the results, and of the differences, of each file."""
+
+    def _read_csv(self, path: Path) -> list[Line]:
+        """Return the lines of cells that the table still has; none where the file is not there."""
+        if not path.is_file():
+            return []
+        cells = {(cell.label, cell.column) for cell in self.table.cells}
+        with path.open(newline="") as file:
+            lines = csv.DictReader(file)
+            labels = [name for name in ("label", "first", "second") if name in (lines.fieldnames or ())]
+            return [
+                line for line in lines if cells.issuperset((line[name], line["column"]) for name in labels)
+            ]
 
     def line(self, label: str, column: str) -> Line | None:
         """Return the result of a row in a column, of the longest run; None where no seed is finished."""
@@ -307,8 +319,9 @@ def _over_number(
     if runs.at is not None or runs.weighted:
         raise UserError(f"{place}: at and weighted go with other rows; leave them out with a number")
     check_known(place, runs.row, "row", table.labels)
-    for column in runs.columns or table.columns:
-        check_known(place, column, "column", table.columns)
+    columns = [column for column in table.columns if table.cells_of(runs.row, column)]
+    for column in runs.columns or columns:
+        check_known(place, column, "column", columns)
         of = (claim, table.path.stem, column, f"{runs.row} - {number:g} %")
         if (line := results.line(runs.row, column)) is None:
             yield Verdict(*of)
@@ -376,10 +389,3 @@ def _finished(lines: Sequence[Line], label: str, column: str) -> Line | None:
     """Return the line of a row in a column, None where no seed is finished."""
     found = (line for line in lines if (line["label"], line["column"]) == (label, column))
     return next((line for line in found if line["seeds"] != "0"), None)
-
-
-def _read_csv(path: Path) -> list[Line]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

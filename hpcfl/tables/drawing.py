@@ -6,7 +6,6 @@ import io
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +67,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++")
+Look = tuple[str, Any, str, str]
+"""Colour, line, mark and hatch."""
+
+
+def _look(number: int) -> Look:
+    """Return how row `number` is drawn: rows of one colour differ in the rest, up to 64."""
+    form = (number + number // len(COLOURS)) % len(COLOURS)
+    return COLOURS[number % len(COLOURS)], LINES[form], MARKS[form], HATCHES[form]
+
 
 Histories = Mapping[Path, History]
 
@@ -302,11 +310,11 @@ def _curves(
     whole, body = _page(title, notes, COLUMN_INCH if across == 1 else PAGE_INCH, 2.1 * down + 0.3)
     grid = body.subplots(down, across, squeeze=False, sharey=True).ravel()
     labels = dict.fromkeys(result.row.label for result, *_ in by_result)
-    looks = dict(zip(labels, zip(cycle(COLOURS), cycle(LINES), cycle(MARKS), strict=False), strict=False))
+    looks = {label: _look(number) for number, label in enumerate(labels)}
     for result, rounds, by_seed in by_result:
         axes = grid[columns.index(result.column)]
         label = result.row.label
-        colour, line, mark = looks[label]
+        colour, line, mark, _ = looks[label]
         every = max(1, len(rounds) // 6)
         mean = by_seed.mean(axis=0)
         axes.plot(rounds, mean, color=colour, linestyle=line, marker=mark, markevery=every, label=label)
@@ -364,11 +372,8 @@ def _bars(
         of_row = [result for result in results if result.row.label == row]
         at = [columns.index(result.column) + (number - (len(rows) - 1) / 2) * width for result in of_row]
         means = [100 * (result.mean(name) or 0) for result in of_row]
-        look: dict[str, Any] = {
-            "color": COLOURS[number % len(COLOURS)],
-            "hatch": HATCHES[number % len(HATCHES)],
-        }
-        axes.bar(at, means, width, label=row, edgecolor="white", linewidth=0.3, **look)
+        colour, _, _, hatch = _look(number)
+        axes.bar(at, means, width, color=colour, hatch=hatch, label=row, edgecolor="white", linewidth=0.3)
         # nan is not drawn
         spreads = [100 * (result.deviation(name) or math.nan) for result in of_row]
         axes.errorbar(at, means, spreads, fmt="none", ecolor="black", elinewidth=0.8, capsize=1.5)
@@ -408,11 +413,11 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     sent = [count / size for count in sent]
     for number, (result, name, at) in enumerate(zip(results, names, sent, strict=True)):
         group, _, detail = name.partition(", ")
-        look = groups.index(group) % len(MARKS)
+        colour, _, mark, _ = _look(groups.index(group))
         accuracy, spread = (
             100 * (value or 0) for value in (result.mean("accuracy_mean"), result.deviation("accuracy_mean"))
         )
-        axes.errorbar(at, accuracy, spread, fmt=MARKS[look], color=COLOURS[look], elinewidth=0.6, label=group)
+        axes.errorbar(at, accuracy, spread, fmt=mark, color=colour, elinewidth=0.6, label=group)
         # towards the middle, and in turn above and below
         side = "right" if at > (min(sent) + max(sent)) / 2 else "left"
         shift = (-3 if side == "right" else 3, -6 if number % 2 else 2)

@@ -62,6 +62,13 @@ def test_differences_intervals_and_keys_equal_those_by_hand(
     assert "one partition" not in str(both)
 
 
+def test_runs_in_folders_of_one_name_are_named_by_more_of_their_paths(tmp_path: Path) -> None:
+    runs = made(tmp_path / "q" / "fedavg" / "s0"), made(tmp_path / "q" / "local" / "s0", "method.name=local")
+    text = str(hpcfl.compare(*runs))
+    assert "\nfedavg/s0 - local/s0 " in text
+    assert re.search(r"\nkeys that differ +fedavg/s0 +local/s0\n", text)
+
+
 def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path) -> None:
     runs = [
         made(tmp_path / f"{lr}-s{seed}", f"train.lr={lr}", f"run.seed={seed}", accuracies=accuracies)

@@ -27,7 +27,7 @@ from bits import (
 from processes import run_tree
 
 import hpcfl
-from hpcfl.errors import FINISHED, UserError
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import Run
@@ -156,6 +156,20 @@ def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -
     assert list(rows[0]) == ["label", *(f"probability_{n}" for n in range(10))]
     assert np.array_equal([[float(row[f"probability_{n}"]) for n in range(10)] for row in rows], expected)
     assert [int(row["label"]) for row in rows] == expected.argmax(axis=1).tolist()
+
+
+def test_samples_without_probabilities_are_refused(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place.run("fedavg")
+    x = raw_tests(run)[0][0].astype(np.float32)
+    x[1] = 3e38
+    images, out = tmp_path / "images.npz", tmp_path / "p.csv"
+    np.savez(images, x=x)
+    assert main(["predict", str(run.path), "--client", "1", str(images), "--out", str(out)]) == BAD_INPUT
+    expected = f"hpcfl: error: the model of --client 1 has no probabilities (nan) for 1 of {len(x)} samples: "
+    assert capsys.readouterr().err.startswith(expected)
+    assert not out.exists()
 
 
 def test_images_may_have_either_layout_and_grey_ones_no_channel_axis(place: Place) -> None:

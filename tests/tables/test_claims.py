@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bits import refused, write_csv
 
-from hpcfl.errors import FINISHED
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.formatting import as_text
 from hpcfl.main import main
 from hpcfl.tables.claims import document, overview, read_claims
@@ -138,9 +138,18 @@ def test_a_claim_may_compare_with_a_number(folder: Folder) -> None:
     assert words == [("few", "seen", "+2.0 [-3.0, +7.0]")]
     words = folder.words(CLAIMS.replace("above: alone", "above: 50, columns: [few]"))
     assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
-    # a row without a cell in a column
-    words = folder.words(CLAIMS.replace("row: ours, above: alone", "row: mean, above: 50"))
-    assert words == [("few", "not run", ""), ("many", "not run", "")]
+
+
+def test_a_claim_covers_the_cells_that_a_row_has(folder: Folder) -> None:
+    """A line of a cell that the table no longer has, as in `without`, is no result."""
+    of_mean = CLAIMS.replace("ours, above: alone", "mean, above: 50")
+    assert folder.words(of_mean) == [("few", "not run", "")]
+    folder.result("full.csv", "mean", 0.6)
+    text = (folder.results / "full.csv").read_text()
+    (folder.results / "full.csv").write_text(text + text.splitlines()[1].replace("few", "many") + "\n")
+    assert folder.words(of_mean) == [("few", "seen", "+10.0")]
+    with pytest.raises(UserError, match=r"unknown column many; allowed: few"):
+        folder.words(of_mean.replace("above: 50", "above: 50, columns: [many]"))
 
 
 def test_a_claim_may_be_about_samples_instead_of_clients(folder: Folder) -> None:

@@ -294,6 +294,12 @@ def test_curves_are_accuracies_over_rounds(toy: dict[str, Figure], whole: Path) 
     assert "bands: from the lowest to the highest seed" in texts(toy["figure_c"])
 
 
+def test_rows_of_one_colour_differ_in_line_mark_and_hatch() -> None:
+    looks = [drawing._look(number) for number in range(64)]
+    for form in (1, 2, 3):
+        assert len({(look[0], look[form]) for look in looks}) == 64
+
+
 def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Figure], whole: Path) -> None:
     [axes] = panels(toy["figure_e"])
     lines = read_csv(whole / "table.csv")
