@@ -177,9 +177,7 @@ def as_latex(document: Document, name: str) -> str:
         title = f"{document.title}: {grid.caption}" if grid.caption else document.title
         texts = [title, *(document.notes if number == 1 else []), grid.note]
         caption = " ".join(f"{text.removesuffix('.')}." for text in texts if text)
-        header, *rows = (
-            " & ".join(line) + r" \\" for line in (map(_escaped, grid.header), *_bold_best(grid))
-        )
+        header, *rows = map(_latex_row, ([_escaped(text) for text in grid.header], *_bold_best(grid)))
         parts += [
             "",
             r"\begin{table}",
@@ -196,6 +194,11 @@ def as_latex(document: Document, name: str) -> str:
             r"\end{table}",
         ]
     return "\n".join(parts) + "\n"
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    r"""Join cells; LaTeX would take a first [ or * for an argument of the \\ before it."""
+    return ("{}" if cells[0][:1] in ("[", "*") else "") + " & ".join(cells) + r" \\"
 
 
 def _bold_best(grid: Grid) -> list[list[str]]:

@@ -127,6 +127,13 @@ def test_latex_escapes_special_characters() -> None:
     assert rows == [r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
 
 
+def test_a_row_of_latex_is_no_argument_of_the_line_break_before_it() -> None:
+    grid = Grid("", ["[m]", "a"], [["[2] ours", "[1]"], ["*", "*"], ["theirs", "2"]])
+    lines = as_latex(Document("", [], [grid]), "mine").splitlines()
+    rows = [line for line in lines if " & " in line]
+    assert rows == [r"{}[m] & a \\", r"{}[2] ours & [1] \\", r"{}* & * \\", r"theirs & 2 \\"]
+
+
 def test_latex_shows_the_highest_of_a_column_in_bold() -> None:
     texts = ["61.4 ± 0.5 (60.0)", "missing (70.0)", "9.8", "61.4", "-"]
     grid = Grid("", ["method", "a", "b"], [["m", text, text] for text in texts], highest_is_best=[1])

@@ -145,9 +145,9 @@ function rowsOf(holder, width, names, row, [low, high], label, format, summary) 
 }
 
 /* ---- lines ---- */
-function ticks(low, high, most) {
+function ticks(low, high, most, smallest = 0) {
   const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999);
+  const step = Math.max(smallest, power * [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999));
   const found = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(value);
   return found;
@@ -187,8 +187,7 @@ function lines(place, spec) {
       make(svg, "line", { class: "grid", x1: left, x2: right, y1: toY(value), y2: toY(value) });
       make(svg, "text", { x: left - 8, y: toY(value) + 4, "text-anchor": "end" }, (spec.y.tick ?? spec.y.format)(value));
     }
-    for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) {
-      if (spec.x.isWhole && value % 1) continue;
+    for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / 110)), spec.x.isWhole ? 1 : 0)) {
       tickText(svg, toX(value), bottom + 18, width, (spec.x.tick ?? spec.x.format)(value));
     }
     make(svg, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, spec.x.label);
@@ -297,12 +296,13 @@ const decode = (text) => Uint8Array.from(atob(text), (letter) => letter.charCode
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const rgb = (hex) => [0, 2, 4].map((start) => parseInt(hex.replace("#", "").slice(start, start + 2), 16));
 
-/* 256 colours by byte: low values are near the page's own colour, so that high ones stand out */
+/* 256 colours by byte: low values are near the page's own colour, so that high ones stand out; after NUM_COLOURS
+   names the colours begin again, paler */
 function palette(isName) {
-  const unknown = rgb(colour("line"));
+  const unknown = rgb(colour("line")), panel = rgb(colour("panel"));
   return Array.from({ length: 256 }, (_, code) => {
     if (code === UNKNOWN) return unknown;
-    if (isName) return rgb(colour(`c${code % NUM_COLOURS}`));
+    if (isName) return rgb(colour(`c${code % NUM_COLOURS}`)).map((part, n) => panel[n] + (part - panel[n]) / 2 ** Math.floor(code / NUM_COLOURS));
     const place = (isDark() ? 1 - code / STEPS : code / STEPS) * (MAP.length - 1), start = Math.min(MAP.length - 2, Math.floor(place));
     const [one, two] = [rgb(MAP[start]), rgb(MAP[start + 1])];
     return one.map((part, n) => part + (two[n] - part) * (place - start));

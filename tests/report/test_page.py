@@ -342,6 +342,17 @@ def test_no_tick_label_is_cut_off(browser: Browser, tmp_path: Path) -> None:
         assert "1,000" in page.locator("[data-chart=accuracy] svg[role]").inner_html()
 
 
+def test_a_few_rounds_have_a_label_each(browser: Browser, tmp_path: Path) -> None:
+    with drawn(browser, written(make_run(tmp_path / "run", rising(2, 2))), *NO_PICTURE) as page:
+        labels = page.locator("[data-chart=accuracy] svg[role] text").all_text_contents()
+        rounds = labels[: labels.index("round")]
+        assert rounds[-2:] == ["1", "2"]
+
+
+def test_clusters_of_one_colour_differ(page: Page) -> None:
+    assert page.evaluate("new Set(palette(true).slice(0, 3 * NUM_COLOURS).map(String)).size") == 21
+
+
 def test_captions_mention_bands_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
     two = make_run(tmp_path / "two", rising(2, 3), ["method.name=fedavg"])
     one = make_run(tmp_path / "one", rising(1, 3), ["method.name=fedavg"])
