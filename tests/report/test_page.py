@@ -343,7 +343,8 @@ def test_no_tick_label_is_cut_off(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_a_few_rounds_have_a_label_each(browser: Browser, tmp_path: Path) -> None:
-    with drawn(browser, written(make_run(tmp_path / "run", rising(2, 2))), *NO_PICTURE) as page:
+    path = written(make_run(tmp_path / "run", rising(2, 2)))
+    with drawn(browser, path, *NO_PICTURE, width=800) as page:
         labels = page.locator("[data-chart=accuracy] svg[role] text").all_text_contents()
         rounds = labels[: labels.index("round")]
         assert rounds[-2:] == ["1", "2"]
