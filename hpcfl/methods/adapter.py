@@ -93,26 +93,19 @@ class MethodAdapter:
 
     def _check_diagnostics(self, server: State) -> None:
         """Raise TypeError for a diagnostic that nothing would record, or whose values have other axes."""
-        kept = server | self.method.client_state([0])
+        of_client = self.method.client_state([0])
         for one in self.method.diagnostics:
-            if one.of_server is None and one.of_clients is None:
-                if one.name not in kept:
-                    raise TypeError(
-                        f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
-                        "client_state returns; return it from one of them, such as torch.zeros(...)"
-                    )
-                if kept[one.name].dim() != len(one.axes):
-                    raise TypeError(
-                        f"{self._hook('diagnostics')} gives {one.name!r} the axes {one.axes}, and its values "
-                        f"have the shape {[*kept[one.name].shape]}"
-                    )
-                known = len(self.method.layers)
-                sizes = dict(zip(one.axes, kept[one.name].shape, strict=True))
-                if sizes.get("layer", known) != known:
-                    raise TypeError(
-                        f"{self._hook('diagnostics')} gives {one.name!r} an axis 'layer', and values with "
-                        f"{sizes['layer']} entries there; the method has {known} layers"
-                    )
+            if one.of_server is not None or one.of_clients is not None:
+                continue
+            if one.name in server:
+                self._check_axes(one, server[one.name], self.method.context.num_clients)
+            elif one.name in of_client:
+                self._check_axes(one, of_client[one.name], 1)
+            else:
+                raise TypeError(
+                    f"{self._hook('diagnostics')} names {one.name!r}, which neither server_state nor "
+                    "client_state returns; return it from one of them, such as torch.zeros(...)"
+                )
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
@@ -291,50 +284,53 @@ class MethodAdapter:
         check_probabilities(self._hook("predict"), found, len(y), self.method.context.num_classes)
         return found, y
 
-    def server_diagnostics(self, server: State) -> State:
-        """Return what an evaluation records of the server's state."""
-        with unchanged_state(self._hook("diagnostics"), server):
-            chosen = self._diagnostics_up_to(diagnostics.HISTORY_LIMIT)
-            in_state = [one.name for one in self.method.diagnostics if not one.of_server]
-            kept = {name: server[name] for name in in_state if name in server}
-            found = {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
-        self._check_values(found, self.method.context.num_clients)
-        return kept | found
+    def server_diagnostics(self, server: State, done: int = 0) -> State:
+        """Return what an evaluation after `done` rounds records of the server's state."""
+        in_state = [one.name for one in self.method.diagnostics if not one.of_server]
+        kept = {name: server[name] for name in in_state if name in server}
+        return kept | self._of_server(self._diagnostics_up_to(diagnostics.HISTORY_LIMIT), server, done)
 
     def client_diagnostics(self, clients: ClientGroup) -> State:
         """Return what an evaluation records of a group, one tensor [C, ...] per name."""
         known = self.method.diagnostics
         kept = {one.name: clients[one.name] for one in known if one.name in clients}
-        found = {one.name: one.of_clients(self.method, clients) for one in known if one.of_clients}
-        self._check_values(found, len(clients))
-        return kept | found
+        with clients.seeding_generators():
+            found = {one.name: one.of_clients(self.method, clients) for one in known if one.of_clients}
+        return kept | self._computed(found, len(clients))
 
-    def _check_values(self, values: State, num_rows: int) -> None:
-        """Raise TypeError for computed values of a diagnostic that are not as its axes say."""
+    def _computed(self, values: State, num_rows: int) -> State:
+        """Return computed values without their history of gradients; raise TypeError as `_check_axes`."""
         for one in self.method.diagnostics:
-            if one.name not in values:
-                continue
-            sizes = {"client": self.method.context.num_clients, "layer": len(self.method.layers)}
-            expected = [num_rows, *(sizes.get(axis, axis) for axis in one.axes[1:])]
-            found = values[one.name]
-            shape = list(found.shape) if isinstance(found, Tensor) else []
-            # axes of other names may have any size
-            pairs = zip(shape, expected, strict=False)
-            if len(shape) != len(expected) or any(
-                size != wanted for size, wanted in pairs if wanted not in AXES
-            ):
-                kind = shape if isinstance(found, Tensor) else f"a {type(found).__name__}"
-                raise TypeError(
-                    f"{self._hook('diagnostics')} computes {one.name!r} as {kind}; expected: a tensor "
-                    f"[{', '.join(map(str, expected))}], by its axes {one.axes}"
-                )
+            if one.name in values:
+                self._check_axes(one, values[one.name], num_rows)
+                check_type(self._hook("diagnostics"), one.name, values[one.name])
+        return {name: value.detach() for name, value in values.items()}
 
-    def checkpoint_diagnostics(self, server: State) -> State:
-        """Return what a checkpoint holds beside the server's state, for readers."""
-        with unchanged_state(self._hook("diagnostics"), server):
-            chosen = self._diagnostics_up_to(diagnostics.CHECKPOINT_LIMIT)
-            computed = {one.name: one.of_server for one in chosen if one.of_server and one.in_checkpoints}
-            return {name: compute(self.method, server) for name, compute in computed.items()}
+    def _check_axes(self, one: Diagnostic, found: object, num_rows: int) -> None:
+        """Raise TypeError for values of a diagnostic that are not as its axes say."""
+        sizes = {"client": self.method.context.num_clients, "layer": len(self.method.layers)}
+        expected = [num_rows, *(sizes.get(axis, axis) for axis in one.axes[1:])]
+        shape = list(found.shape) if isinstance(found, Tensor) else []
+        # axes of other names may have any size
+        pairs = zip(shape, expected, strict=False)
+        if len(shape) != len(expected) or any(size != wanted for size, wanted in pairs if wanted not in AXES):
+            kind = shape if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise TypeError(
+                f"{self._hook('diagnostics')} has {one.name!r} as {kind}; expected: a tensor "
+                f"[{', '.join(map(str, expected))}], by its axes {one.axes}"
+            )
+
+    def checkpoint_diagnostics(self, server: State, done: int = 0) -> State:
+        """Return what a checkpoint after `done` rounds holds beside the server's state, for readers."""
+        chosen = [one for one in self._diagnostics_up_to(diagnostics.CHECKPOINT_LIMIT) if one.in_checkpoints]
+        return self._of_server(chosen, server, done)
+
+    def _of_server(self, chosen: Sequence[Diagnostic], server: State, done: int) -> State:
+        """Compute diagnostics of the server's state; those of random numbers have a stream of the round."""
+        seeded = seeded_hook(self.method.context.seed, "diagnostics", done)
+        with unchanged_state(self._hook("diagnostics"), server), seeded:
+            found = {one.name: one.of_server(self.method, server) for one in chosen if one.of_server}
+        return self._computed(found, self.method.context.num_clients)
 
     def _diagnostics_up_to(self, limit: int) -> list[Diagnostic]:
         """Return the diagnostics that have at most so many entries, and those in place of others."""

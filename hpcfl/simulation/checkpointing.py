@@ -83,7 +83,7 @@ class Saver:
                     layout=self._method.layout.slots,
                     data=self._federation.experiment.data,
                     server=server,
-                    derived=self._adapter.checkpoint_diagnostics(server),
+                    derived=self._adapter.checkpoint_diagnostics(server, done),
                     clients=self._client_rows(),
                     history=self._ledger.history,
                     ledger=self._ledger.tables,

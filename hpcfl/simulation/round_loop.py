@@ -220,7 +220,7 @@ class Simulation:
         self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
-            of_method = self._federation.adapter.server_diagnostics(self.server) | of_clients
+            of_method = self._federation.adapter.server_diagnostics(self.server, done) | of_clients
             self._recorder.record_evaluation(done, found, after_training, of_method)
             self._folder.append_files(self.ledger)
         self.timing.evaluate_s.append(time.monotonic() - began_s)

@@ -234,14 +234,10 @@ class Ledger:
         """Add one evaluation after `round` completed rounds.
 
         Takes the accuracy right after training [N] (nan where a client has no such model), the method's
-        history, and epsilon with `privacy.unit`. Raises TypeError if the history has other names than
-        before.
+        history, and epsilon with `privacy.unit`. Raises TypeError if the history has other names or shapes
+        than before.
         """
-        if self.metrics and (changed := of_method.keys() ^ (self.evaluated.keys() - self._sizes.keys())):
-            raise TypeError(
-                f"method.name={self._method}: the diagnostic {min(changed)} is in some evaluations and not "
-                "in others; return it in all, with nan where it is unknown"
-            )
+        self._check_diagnostics(of_method)
         count = len(after_training)
         accuracy, loss, after_download, of_val = (of_all[:count] for of_all in found.columns)
         values = {
@@ -278,6 +274,25 @@ class Ledger:
             # a copy: the state that it may be a part of keeps changing
             self.evaluated.setdefault(name, []).append(np.array(entry))
         self._steps = self._train_s = 0.0
+
+    def _check_diagnostics(self, found: Mapping[str, np.ndarray]) -> None:
+        """Raise TypeError for a method's history that the results of all evaluations cannot hold."""
+        of = f"method.name={self._method}: the diagnostic"
+        if taken := found.keys() & {*OF_CLIENTS, *OF_UNSEEN}:
+            raise TypeError(f"{of} {min(taken)} has the name of a figure of all runs; choose another")
+        if not self.metrics:
+            return
+        if changed := found.keys() ^ (self.evaluated.keys() - self._sizes.keys()):
+            raise TypeError(
+                f"{of} {min(changed)} is in some evaluations and not in others; return it in all, with nan "
+                "where it is unknown"
+            )
+        for name, values in found.items():
+            if values.shape != (before := self.evaluated[name][0].shape):
+                raise TypeError(
+                    f"{of} {name} has the shape {[*values.shape]}, and {[*before]} in earlier evaluations; "
+                    "return one shape in all"
+                )
 
     def forget_last_evaluation(self) -> None:
         """Remove the newest evaluation; its steps count for the next one."""

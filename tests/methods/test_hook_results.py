@@ -325,6 +325,75 @@ def test_tensors_in_one_memory_are_as_after_a_resume(tmp_path: Path, monkeypatch
     assert not differing(tmp_path / "whole", tmp_path / "resumed")
 
 
+def with_diagnostic(monkeypatch: pytest.MonkeyPatch, *axes: str, **given: Any) -> list[str]:
+    """Add FedAvg with a diagnostic of its own; return the words of a run of it."""
+    one = Diagnostic(given.pop("name", "own"), axes, "", "", **given)
+    kind = type("Watched", (FedAvg,), {"diagnostics": (one,), "name": "watched"})
+    monkeypatch.setitem(METHODS, "watched", kind)
+    return [*SMALL, *MLP, "method.name=watched", "train.rounds=2", "run.eval_every=1", "run.report=false"]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "loss", "loss_unseen"])
+def test_a_diagnostic_has_no_name_of_a_figure_of_all_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = with_diagnostic(
+        monkeypatch, "client", name=name, of_clients=lambda _, group: torch.ones(len(group))
+    )
+    expected = f"watched: the diagnostic {name} has the name of a figure of all runs; choose another"
+    with pytest.raises(TypeError, match=expected):
+        run_here(tmp_path / "run", words)
+
+
+def test_a_diagnostic_has_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    growing = lambda _, group: torch.ones(len(group), 1 + group.round)  # noqa: E731
+    words = with_diagnostic(monkeypatch, "client", "component", of_clients=growing)
+    with pytest.raises(TypeError, match=r"own has the shape \[\d, 3\], and \[\d, 2\] in earlier evaluations"):
+        run_here(tmp_path / "run", words)
+
+
+def test_a_diagnostic_of_gradients_and_random_numbers_is_the_same_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two runs, and in a run that is resumed."""
+
+    def drawn(method: FedAvg, server: State) -> torch.Tensor:
+        return torch.rand(method.context.num_clients, requires_grad=True) + float(np.random.rand())
+
+    words = with_diagnostic(monkeypatch, "client", of_server=drawn)
+    for name in ("one", "two"):
+        assert run_here(tmp_path / name, words) == FINISHED
+    assert run_until_time_is_up(tmp_path / "resumed", words) == STOPPED
+    assert run_here(tmp_path / "resumed", words) == FINISHED
+    assert not differing(tmp_path / "one", tmp_path / "two")
+    assert not differing(tmp_path / "one", tmp_path / "resumed")
+
+
+def test_a_diagnostic_of_a_type_that_no_checkpoint_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = with_diagnostic(
+        monkeypatch,
+        "client",
+        of_server=lambda method, _: torch.ones(method.context.num_clients, dtype=torch.bfloat16),
+    )
+    with pytest.raises(TypeError, match=r"Watched\.diagnostics: 'own' is of type torch\.bfloat16"):
+        run_here(tmp_path / "run", words)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4)])
+def test_a_diagnostic_in_the_server_s_state_has_an_entry_for_each_client(shape: tuple[int, ...]) -> None:
+    def state(self: FedAvg) -> State:
+        return FedAvg.server_state(self) | {"own": torch.zeros(shape)}
+
+    own = Diagnostic("own", ("client", "component")[: len(shape)], "", "")
+    raises(
+        rf"has 'own' as \[{', '.join(map(str, shape))}\]; expected: a tensor \[4",
+        diagnostics=(own,),
+        server_state=state,
+    )
+
+
 def test_a_diagnostic_that_nothing_records_is_refused() -> None:
     nowhere = (Diagnostic("nowhere", ("client",), "", ""),)
     raises(r"diagnostics names 'nowhere', which neither server_state nor client_state", diagnostics=nowhere)
@@ -532,7 +601,7 @@ def test_computed_values_of_a_diagnostic_have_its_axes(
     run = Run(
         "method.name=fedavg", *MLP, "train.rounds=1", kind=type("Own", (FedAvg,), {"diagnostics": (wrong,)})
     )
-    with pytest.raises(TypeError, match=r"Own\.diagnostics computes 'norm' " + expected):
+    with pytest.raises(TypeError, match=r"Own\.diagnostics has 'norm' " + expected):
         MethodAdapter(run.method).server_diagnostics(run.server)
 
 
