@@ -34,6 +34,14 @@ class Prototypes(NamedTuple):
     mean_square: Tensor
     """Mean of ||features||^2 over all samples [C]."""
 
+    def uploaded(self, received: Tensor) -> Tensor:
+        """Return the means [C, K, F], with those `received` for classes without samples.
+
+        The server does not use them, and they are no difference to what was received: a mean of 0 would be a
+        large one, which sets the scale of `comm.codec=int8`.
+        """
+        return torch.where((self.counts > 0).unsqueeze(2), self.means, received)
+
 
 def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototypes:
     """Compute the prototypes of models [C, P], with the group's running statistics, in evaluation mode."""

@@ -51,14 +51,24 @@ class ServerOptimiser:
                     moments[SECOND + name] = torch.full_like(server[name], self._constants["tau"] ** 2)
         return moments
 
-    def before(self, server: Tensors) -> Tensors:
-        """Return copies of what the method is about to average."""
-        return {name: server[name].clone() for name in self._names if name in server}
+    def before(self, server: Tensors, sent: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+        """Let the method average from what was `sent`: a codec's rounding of it is no change by clients.
 
-    def step(self, server: Tensors, before: Tensors) -> None:
-        """Replace the method's own step, from `before` to the state as it is now, by the optimiser's."""
-        for name, x in before.items():
-            delta = server[name] - x
+        Returns x and what was sent in its place, of each tensor that the method is about to average.
+        """
+        before = {}
+        for name in self._names:
+            if name in server:
+                x = server[name].clone()
+                if name in sent and sent[name].shape == x.shape:
+                    server[name] = sent[name].clone()
+                before[name] = x, server[name].clone()
+        return before
+
+    def step(self, server: Tensors, before: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Replace the method's own step, from what was sent to the state as it is now, by the optimiser's."""
+        for name, (x, start) in before.items():
+            delta = server[name] - start
             moves = self._moves(delta)
             m = server[FIRST + name].where(~moves, self._first(server[FIRST + name], delta))
             step = m

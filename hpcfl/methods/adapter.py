@@ -197,7 +197,8 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        before, unnoised = self._optimiser.before(server), self._private.before(server, up)
+        sent = up.sent.shared if up.sent is not None and len(cohort) else {}
+        before, unnoised = self._optimiser.before(server, sent), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)

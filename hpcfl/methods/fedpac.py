@@ -105,7 +105,7 @@ class FedPAC(SharedLayers):
             per_client={
                 "theta": theta,
                 "head": theta[:, head],
-                "prototypes": found.means,
+                "prototypes": found.uploaded(down["prototypes"]),
                 "counts": found.counts,
                 "weighted_means": weighted_means,
                 "variance": variance,

@@ -73,7 +73,7 @@ class FedProto(OwnModel):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = self._trained(clients, down)
         found = prototypes(clients, clients["theta"], self.context.num_classes)
-        return Message(per_client={"prototypes": found.means, "counts": found.counts})
+        return Message(per_client={"prototypes": found.uploaded(down["prototypes"]), "counts": found.counts})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         average_prototypes(server, up, up.collect("counts")["counts"])

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.elastic import Elastic
 from hpcfl.methods.feddyn import FedDyn
@@ -147,9 +147,18 @@ def test_feddyn_converges_to_the_minimum_of_the_objective(
         theta = ((wanted + slope + alpha * w) / (1 + alpha)).float()
         slope[members] = (slope - alpha * (theta - w)).float()[members]
         cohort = cohort_of(method, members, number)
-        method.aggregate(server, cohort, upload_of({"theta": theta[members]}))
+        sent = Message(shared={"theta": server["theta"]})
+        method.aggregate(server, cohort, upload_of({"theta": theta[members]}, sent))
     assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
     assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)
+
+
+@pytest.mark.usefixtures("double")
+def test_h_of_feddyn_stays_the_clients_mean_move_if_downloads_are_rounded() -> None:
+    run = Run(*SOME, "method.name=feddyn", "train.rounds=6", "comm.codec=int8", "comm.directions=down")
+    moves = run.clients["gradient"] / run.method.strengths(run.method.context.num_samples)
+    assert run.server["h"].norm() > 0.01
+    assert_close(run.server["h"], -moves.mean(dim=0))
 
 
 # Elastic aggregation

@@ -29,9 +29,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from uploads import upload_of
 
 from hpcfl.communication.messages import Cohort
+from hpcfl.communication.upload import Upload
 from hpcfl.methods import METHODS
 from hpcfl.methods._prototypes import average_prototypes, distance
-from hpcfl.methods.base import State
+from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedpac import head_weights
 from hpcfl.methods.fedtgp import GENERATOR, contrastive_loss, generated, margin_of
 from hpcfl.models import Network
@@ -195,6 +196,26 @@ def test_rounds_of_fedproto_equal_a_plain_implementation(keys: tuple[str, ...]) 
     known, theta, buffers = fedproto_by_hand(run)
     assert_prototypes(run, known)
     assert_close(run.clients, {"theta": theta, "buffers": buffers})
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedtgp", "fedpac"])
+def test_prototypes_of_classes_that_a_client_lacks_go_up_as_they_came(method: str) -> None:
+    """So that they do not set the scale of int8."""
+    kind, num_lacking = METHODS[method], 0
+
+    def aggregate(self: Method, server: State, cohort: Cohort, up: Upload) -> None:
+        nonlocal num_lacking
+        rows = up.collect()
+        lacks = (rows["held"] if method == "fedtgp" else rows["counts"]) == 0
+        num_lacking += int(lacks.sum())
+        assert up.sent is not None
+        received = up.sent.shared["prototypes"].expand_as(rows["prototypes"])
+        assert torch.equal(rows["prototypes"][lacks], received[lacks])
+        assert not torch.equal(rows["prototypes"][~lacks], received[~lacks])
+        kind.aggregate(self, server, cohort, upload_of(rows, up.sent))
+
+    Run(f"method.name={method}", "train.rounds=3", kind=type("Watched", (kind,), {"aggregate": aggregate}))
+    assert num_lacking
 
 
 @pytest.mark.parametrize("keys", NEAREST)

@@ -54,7 +54,7 @@ def test_three_steps_equal_the_published_equations(optimiser: str) -> None:
     server = {"theta": torch.zeros(2)}
     server |= acting.initial(server)
     for delta in deltas:
-        before = acting.before(server)
+        before = acting.before(server, {})
         # in place, as some methods do
         server["theta"] += torch.tensor(delta)
         acting.step(server, before)
@@ -74,7 +74,7 @@ def test_a_layer_that_no_client_sent_keeps_its_value_and_moments(optimiser: str)
     rounds = [torch.ones(2, 3), torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])]
     for delta in rounds:
         held = {name: tensor.clone() for name, tensor in server.items()}
-        before = acting.before(server)
+        before = acting.before(server, {})
         server["theta"] = server["theta"] + delta
         acting.step(server, before)
     idle = torch.tensor([[False, False, True], [True, True, False]])
@@ -83,6 +83,27 @@ def test_a_layer_that_no_client_sent_keeps_its_value_and_moments(optimiser: str)
         # a number of a layer that moves has momentum, also where its own Delta is 0
         has_momentum = optimiser != "adagrad" and not name.startswith("server_v")
         assert (tensor[~idle] != held[name][~idle]).all() or not has_momentum
+
+
+def test_the_rounding_of_what_was_sent_is_no_step_of_the_server() -> None:
+    layers = [Layer("fc1", 0, 2, 0, 0), Layer("fc2", 2, 3, 0, 0)]
+    acting = ServerOptimiser(ServerConfig(optimiser="momentum"), ["theta"], layers)
+    server = {"theta": torch.tensor([1.0, 2.0, 3.0])}
+    server |= acting.initial(server)
+    before = acting.before(server, {"theta": torch.tensor([1.25, 2.0, 2.5])})
+    # clients move fc1 by 1 from what they have received, and do not send fc2
+    server["theta"] += torch.tensor([1.0, 1.0, 0.0])
+    acting.step(server, before)
+    assert server["theta"].tolist() == [2.0, 3.0, 3.0]
+    assert server["server_m/theta"].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_momentum_of_coded_rounds_is_that_of_the_clients_moves() -> None:
+    keys = ["train.rounds=1", "comm.codec=float16", "comm.directions=down", *UNEQUAL]
+    plain, run = (Run(f"method.name={name}", *keys) for name in ("fedavg", "fedavgm"))
+    sent = plain.method.context.initial_parameters().half().float()
+    expected = plain.server["theta"] - sent
+    torch.testing.assert_close(run.server["server_m/theta"], expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.usefixtures("double")
