@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import logging
 import os
 import signal
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bits import differing
@@ -150,6 +154,35 @@ def test_a_class_without_a_text_is_resumed_unless_it_does_something_else(tmp_pat
         run(method=namespace["Scaled"], out=tmp_path / "run")
 
 
+def test_a_class_is_what_was_imported_not_the_text_that_its_file_has_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "imported_method.py"
+    text = f"from hpcfl.methods.fedavg import FedAvg\n{SCALED}"
+    file.write_text(text.replace("FACTOR", "0.5"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imported = importlib.import_module("imported_method")
+    run(method=imported.Scaled, out=tmp_path / "run")
+    file.write_text(text.replace("FACTOR", "0.9  # another"))
+    assert run(method=imported.Scaled, out=tmp_path / "run").is_finished
+    del sys.modules["imported_method"]
+    changed = importlib.import_module("imported_method")
+    with pytest.raises(UserError, match=r"a run with another text of method\.name=scaled; bring that"):
+        run(method=changed.Scaled, out=tmp_path / "run")
+
+
+def test_models_of_a_class_that_was_defined_anew_are_refused(tmp_path: Path) -> None:
+    first, other = (defined_by(SCALED.replace("FACTOR", factor)) for factor in ("0.5", "0.9"))
+    made = run(method=first, out=tmp_path / "run")
+    run(method=other, out=tmp_path / "other")
+    assert made.metrics["accuracy_mean"].size
+    for one in (made, load_run(tmp_path / "run")):
+        with pytest.raises(UserError, match=r"its models are of another text of method\.name=scaled than"):
+            one.model(0)
+    run(method=first, out=tmp_path / "run")
+    assert made.model(0)
+
+
 @pytest.mark.parametrize(
     ("member", "other"),
     [
@@ -157,12 +190,30 @@ def test_a_class_without_a_text_is_resumed_unless_it_does_something_else(tmp_pat
         ("@property\n    def factor(self): return 0.5", "@property\n    def factor(self): return 0.9"),
         ("factor = 0.5", "factor = 0.9"),
         ("traits = FedAvg.traits", 'traits = FedAvg.traits.replace(eval_after="training")'),
+        ("factor = torch.tensor(0.5)", "factor = torch.tensor(0.9)"),
+        ("factor = np.float32(0.5)", "factor = np.float32(0.9)"),
+        ("factor = {'all': {0.5}}", "factor = {'all': {0.9}}"),
+        ("def factor(self, by=0.5): return by", "def factor(self, by=0.9): return by"),
+        ("def factor(self, *, by=0.5): return by", "def factor(self, *, by=0.9): return by"),
+        ("factor = constant(0.5)", "factor = constant(0.9)"),
+        ("factor = cached_property(constant(0.5))", "factor = cached_property(constant(0.9))"),
+        ("factor = partialmethod(constant(1), 0.5)", "factor = partialmethod(constant(1), 0.9)"),
+        ("def factor(self): return [HALF for _ in 'a']", "def factor(self): return [NEARLY for _ in 'a']"),
+        (
+            "class Params(Params):\n        @property\n        def factor(self): return 0.5",
+            "class Params(Params):\n        @property\n        def factor(self): return 0.9",
+        ),
     ],
 )
 def test_any_change_of_a_class_is_noticed(member: str, other: str) -> None:
+    def constant(value: float) -> Callable[..., float]:
+        return lambda self, *_: value
+
+    known = {"FedAvg": FedAvg, "Params": Params, "torch": torch, "np": np, "HALF": 0.5, "NEARLY": 0.9}
+    known |= {"constant": constant, "cached_property": cached_property, "partialmethod": partialmethod}
     digests = []
     for text in (member, member, other):
-        namespace: dict[str, Any] = {"FedAvg": FedAvg}
+        namespace: dict[str, Any] = {"__name__": "script", **known}
         exec(f"class Mine(FedAvg):\n    {text}", namespace)
         own_code.add_class("method.path", "mine", namespace["Mine"])
         digests.append(own_code.class_code("method.path", "mine"))

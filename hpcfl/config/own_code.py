@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import hashlib
 import inspect
-import json
 import shlex
 import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property, partial, partialmethod
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from hpcfl.config.keys import Settings
@@ -41,43 +44,77 @@ _classes: dict[tuple[str, str], str] = {}
 def add_class(key: str, name: str, given: type) -> None:
     """Remember a class that a caller gives in place of a file named by `key`.
 
-    It keeps a digest of the functions and plain values of the class, and of those that it inherits from other
-    classes of the caller's.
+    It keeps a digest of the functions and plain values of the class, of those that it inherits from other
+    classes of the caller's, and of its parameters. A function counts as Python has compiled it, since the
+    text in its file may have changed, with its defaults and the values that it has from around it.
     """
-    own = [kind for kind in given.__mro__ if kind is not object and not kind.__module__.startswith("hpcfl.")]
-    values = [item for kind in own for item in vars(kind).items()]
-    _classes[key, name] = digest("\n".join(text for item in values for text in _texts(*item)).encode())
+    _classes[key, name] = digest("\n".join(_of_class(given, set())).encode())
 
 
-def _texts(name: str, value: Any) -> list[str]:
-    """Return the texts of the functions of a class's value, or a plain value as text; [] for others."""
+def _of_class(given: type, seen: set[int]) -> list[str]:
+    known = ("hpcfl.", "pydantic.")
+    own = [kind for kind in given.__mro__ if kind is not object and not kind.__module__.startswith(known)]
+    items = [item for kind in own for item in vars(kind).items() if item[0] not in ("name", "summary")]
+    of_python = [name for name, value in items if name.startswith("__") and not inspect.isfunction(value)]
+    return [text for name, value in items if name not in of_python for text in [name, *_texts(value, seen)]]
+
+
+def _texts(value: Any, seen: set[int]) -> list[str]:
+    """Return what a value of a class or a function is, as texts.
+
+    Returns [] for what is no function or plain value, and for a function that was `seen`.
+    """
+    if id(value) in seen:
+        return []
+    if isinstance(value, type):
+        return _of_class(value, seen) if issubclass(value, Settings) else []
+    if inspect.isfunction(value):
+        seen.add(id(value))
+        return _of_function(value, seen)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
     if isinstance(value, property):
-        return [text for part in (value.fget, value.fset, value.fdel) for text in _texts(name, part) if part]
-    function = getattr(value, "__func__", getattr(value, "func", value))
-    if inspect.isfunction(function):
-        try:
-            # a notebook has no text of a class, but of its functions
-            return [inspect.getsource(function)]
-        except (OSError, TypeError):
-            return [_compiled(function.__code__)]
-    if name.startswith("__") or name in ("name", "summary"):
-        return []
-    plain = vars(value) if is_dataclass(value) and not isinstance(value, type) else value
-    try:
-        return [f"{name} = {json.dumps(plain, sort_keys=True, default=sorted)}"]
-    except TypeError:
-        return []
+        value = (value.fget, value.fset, value.fdel)
+    elif isinstance(value, staticmethod | classmethod | cached_property):
+        value = getattr(value, "__func__", getattr(value, "func", None))
+        return _texts(value, seen)
+    elif isinstance(value, partial | partialmethod):
+        value = (value.func, value.args, value.keywords)
+    elif is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        return [text for one in value for text in _texts(one, seen)]
+    if value is None or isinstance(value, str | int | float):
+        return [repr(value)]
+    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    return [f"{array.dtype} {array.shape} {array.tobytes().hex()}"] if array.dtype.kind in "biufc" else []
 
 
-def _compiled(code: types.CodeType) -> str:
-    """Return what a function without a text does: one defined at Python's prompt."""
-    constants = (
-        _compiled(one)
-        if isinstance(one, types.CodeType)
-        else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
-        for one in code.co_consts
-    )
-    return " ".join([code.co_code.hex(), *code.co_names, *constants])
+def _of_function(function: types.FunctionType, seen: set[int]) -> list[str]:
+    texts, global_names = _compiled(function.__code__)
+    for value in (function.__defaults__, function.__kwdefaults__):
+        texts += _texts(value, seen)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            texts += _texts(cell.cell_contents, seen)
+    # others may change while a run is going, as a list of results does
+    plain = ((name, function.__globals__.get(name)) for name in global_names)
+    return texts + [f"{name} = {value!r}" for name, value in plain if isinstance(value, int | float | str)]
+
+
+def _compiled(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """Return what a function does, and the names of the module's values that it reads."""
+    texts = [code.co_code.hex(), *code.co_names]
+    names = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            inner_texts, inner_names = _compiled(one)
+            texts, names = texts + inner_texts, names + inner_names
+        else:
+            texts.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
+    return texts, names
 
 
 def is_class(key: str, name: str) -> bool:
@@ -88,6 +125,13 @@ def is_class(key: str, name: str) -> bool:
 def class_code(key: str, name: str) -> dict[str, str]:
     """Return the digest of such a class as the key `code`, if there is one."""
     return {"code": _classes[key, name]} if (key, name) in _classes else {}
+
+
+def code_in_use(key: str, name: str, kind: type) -> str | None:
+    """Return the digest of the caller's class or file that a name means now, None if it is hpcfl's."""
+    if is_class(key, name):
+        return _classes[key, name]
+    return kind.__module__.rpartition("_")[2] if kind.__module__.startswith(OWN_MODULE) else None
 
 
 def is_own(key: str, name: str) -> bool:

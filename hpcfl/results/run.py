@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hpcfl.config.keys import ENVIRONMENT, Config, Layout, TrainConfig
-from hpcfl.config.own_code import allow_files
+from hpcfl.config.own_code import allow_files, code_in_use
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
@@ -325,7 +325,8 @@ class Run:
 
     @cached_property
     def models(self) -> TrainedModels:
-        """The models of the newest checkpoint; raises UserError where there is no checkpoint."""
+        """The models of the newest checkpoint; raises UserError where there is no checkpoint, or where the
+        run's own method has been defined anew since then."""
         if self.checkpoint is None:
             if self.is_finished:
                 raise UserError(
@@ -335,6 +336,12 @@ class Run:
             raise UserError(
                 f"{self.path} has no checkpoint yet, and so no models: they are saved after the last of its "
                 f"{self.config.train.rounds} rounds; let the run finish (run its command again to resume)"
+            )
+        name, code = self.config.method.name, self.record["method"].get("code")
+        if code != code_in_use("method.path", name, METHODS[name]):
+            raise UserError(
+                f"{self.path}: its models are of another text of method.name={name} than this process has "
+                "now; define that class again, or load the run in another process"
             )
         return TrainedModels(self.config, self.checkpoint)
 
