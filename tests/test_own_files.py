@@ -446,6 +446,24 @@ def test_a_partition_that_differs_between_ranks_is_refused(tmp_path: Path, mpiru
     assert "hpcfl: error: ranks have divided the samples among clients in different ways" in done.stderr
 
 
+def test_a_run_is_not_resumed_with_another_partition(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that draws from NumPy's own generator trains clients on what others were tested on."""
+    file, marker = tmp_path / "own.py", tmp_path / "marker"
+    # as a generator without a seed would
+    rolled = f"return np.roll(counts, __import__('pathlib').Path({str(marker)!r}).exists(), axis=0)"
+    file.write_text(HALVES.replace("return counts", rolled))
+    words = [*TINY, f"data.partition.path={file}", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    assert main([*words, "train.rounds=2"]) == FINISHED
+    marker.touch()
+    capsys.readouterr()
+    assert main([*words, "train.rounds=3"]) == BAD_INPUT
+    expected = f"hpcfl: error: the division of the data among clients has changed since {tmp_path}"
+    assert capsys.readouterr().err.startswith(expected)
+
+
 @pytest.mark.parametrize("module", ["hpcfl", "hpcfl.main"])
 def test_a_file_cannot_import_one_beside_it(tmp_path: Path, module: str) -> None:
     (tmp_path / "beside.py").write_text("lr = 1")

@@ -79,14 +79,14 @@ def run(
         run_collectively(world, lambda: folder.check(fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
         check_same_data(world, experiment.data.digest)
-        check_same_partition(world, experiment.digest_of_parts)
+        check_same_partition(world, experiment.data.partition_digest)
         ranks = world.all_gather(f"{world.host} {experiment.worker_context.device} {experiment.engine_name}")
 
         def open_folder() -> None:
             if folder is not None:
                 data, layout = experiment.data, experiment.method.layout
                 environment = environment_of(config.data.source, data.digest, ranks, command)
-                folder.open(fresh, layout, at_exit, environment, data.digest)
+                folder.open(fresh, layout, at_exit, environment, data)
 
         run_collectively(world, open_folder)
         cohort = config.train.cohort_size(experiment.num_clients)

@@ -79,8 +79,6 @@ class Experiment:
     `texts_of_clients`; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
-    digest_of_parts: int
-    """Checksum of the samples of each client, which all ranks have alike."""
     state_device: torch.device
     """Where this rank keeps its clients' state during the run, except what `for_device` leaves out."""
 
@@ -235,7 +233,8 @@ def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
     device = configure_process(config.run, world)
     arrays, parts = load_data(config)
-    data = replace(describe(config.data, arrays, parts), digest=digest_of(arrays))
+    data = describe(config.data, arrays, parts)
+    data = replace(data, digest=digest_of(arrays), partition_digest=_digest_of(parts))
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     check_large_state(method, world)
@@ -329,7 +328,6 @@ def assemble(
         num_evaluated=np.array(list(map(len, evaluated))),
         samples_by_class=samples_by_class,
         engine_name=engine_name,
-        digest_of_parts=_digest_of(parts),
         state_device=kept_on,
     )
 

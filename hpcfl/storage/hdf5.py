@@ -265,7 +265,7 @@ def _write_data(group: h5py.Group, record: DataRecord) -> None:
     group.attrs["dtype"] = _encode([record.dtype]).reshape(())
     group.attrs["sample_shape"] = record.sample.shape
     group.attrs["vocabulary"] = record.sample.vocabulary or 0
-    for name in ("scale", "mean", "std", "num_classes", "digest"):
+    for name in ("scale", "mean", "std", "num_classes", "digest", "partition_digest"):
         group.attrs[name] = getattr(record, name)
 
 
@@ -292,6 +292,7 @@ def _read_data(group: h5py.Group) -> DataRecord:
         num_classes=int(found["num_classes"]),
         num_samples=tuple(group["num_samples"][()].tolist()),
         digest=int(found.get("digest", 0)),
+        partition_digest=int(found.get("partition_digest", 0)),
     )
 
 

@@ -33,7 +33,7 @@ from hpcfl.storage.ledger import (
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record, whole_lines
 from hpcfl.storage.slurm import job
-from hpcfl.storage.snapshot import Snapshot
+from hpcfl.storage.snapshot import DataRecord, Snapshot
 from hpcfl.storage.trackers import TRACKERS, Tracker
 
 LOG = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class RunFolder:
         layout: ParameterLayout,
         at_exit: ExitStack,
         environment: Mapping[str, Any],
-        digest: int = 0,
+        data: DataRecord | None = None,
     ) -> None:
         """Lock the folder until `at_exit` closes, load its newest checkpoint, and write config.yaml.
 
@@ -143,7 +143,7 @@ class RunFolder:
             fresh: move what is there aside first.
             layout: the model's, which the checkpoint's must equal.
             environment: what config.yaml records beside the configuration.
-            digest: checksum of the data, which the checkpoint's must equal.
+            data: its checksums must equal those of the checkpoint.
 
         Raises:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
@@ -155,7 +155,7 @@ class RunFolder:
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._check_checkpoint(layout, digest)
+            self._check_checkpoint(layout, data)
             if self.checkpoint is None:
                 self._check_start_over()
             self._write_record(environment)
@@ -203,7 +203,7 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(unfinished, whole)
 
-    def _check_checkpoint(self, layout: ParameterLayout, digest: int) -> None:
+    def _check_checkpoint(self, layout: ParameterLayout, data: DataRecord | None) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
@@ -223,9 +223,14 @@ class RunFolder:
                 f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
                 f"finish the run with that version, {over}; report, compare, export and predict can read it"
             )
-        if found.data.digest not in (0, digest):
+        changed_what = None
+        if data is not None and found.data.digest not in (0, data.digest):
+            changed_what = "the data have"
+        elif data is not None and found.data.partition_digest not in (0, data.partition_digest):
+            changed_what = "the division of the data among clients has"
+        if changed_what:
             raise UserError(
-                f"the data have changed since {found.path} was written: bring the earlier ones back to "
+                f"{changed_what} changed since {found.path} was written: bring the earlier one back to "
                 "resume this run, give --out DIR for another folder, or --fresh to start over"
             )
 

@@ -32,6 +32,8 @@ class DataRecord:
     """Training samples of each client [N]."""
     digest: int = 0
     """Checksum of all data; 0 where it is not known."""
+    partition_digest: int = 0
+    """Checksum of how clients' samples are divided; 0 where it is not known."""
 
 
 @dataclass(frozen=True)
