@@ -355,6 +355,7 @@ OWNED = "Arrays(x, y, 8, 255.0, (0.5,), (0.5,),"
     ("key", "old", "new", "expected"),
     [
         (METHOD, "Field(1, ge=0)", "'one'", ": the default 'one' of left_out is not allowed: In"),
+        (METHOD, "Field(1, ge=0)", "float('inf')", ": the default inf of left_out is not allowed: Input"),
         (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
         (METHOD, "Field(1, ge=0)", "Field(-1, ge=0)", ": the default -1 of left_out is not allowed: Input"),
         (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
@@ -444,6 +445,24 @@ def test_a_partition_that_differs_between_ranks_is_refused(tmp_path: Path, mpiru
     done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
     assert done.returncode == BAD_INPUT
     assert "hpcfl: error: ranks have divided the samples among clients in different ways" in done.stderr
+
+
+def test_options_of_other_types_are_recorded_and_the_run_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As YAML has them: a tuple was another value than the list there."""
+    options = (
+        "betas: tuple[float, float] = (0.1, 0.2)\n    place: __import__('pathlib').Path = 'here'\n"
+        "    level: float = __import__('numpy').float32(0.5)\n    left_out"
+    )
+    (tmp_path / "own.py").write_text(TRIMMED.replace("    left_out", f"    {options}", 1))
+    words = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
+    for rounds in (1, 1, 2):
+        assert main([*words, f"train.rounds={rounds}"]) == FINISHED
+    assert main([*words, "train.rounds=3", "method.betas=[0.1,0.3]"]) == BAD_INPUT
+    assert "method.betas: [0.1, 0.2] there, [0.1, 0.3] here" in capsys.readouterr().err
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"]
+    assert (recorded["betas"], recorded["place"], recorded["level"]) == ([0.1, 0.2], "here", 0.5)
 
 
 def test_a_run_is_not_resumed_with_another_partition(

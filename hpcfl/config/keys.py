@@ -73,15 +73,21 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Params(Settings):
+class OwnOptions(Settings):
+    """Options of something that a user's own file may define, with defaults that may be wrong."""
+
+    model_config = ConfigDict(validate_default=True)
+
+
+class Params(OwnOptions):
     """A method's hyper-parameters: the keys under `method.*` other than the name."""
 
 
-class PartitionOptions(Settings):
+class PartitionOptions(OwnOptions):
     """Options of a partition: the keys under `data.partition.*` other than the name."""
 
 
-class NetworkOptions(Settings):
+class NetworkOptions(OwnOptions):
     """A model's options: the keys under `model.*` other than the name."""
 
 
@@ -552,7 +558,9 @@ class Chosen(Generic[Options]):
     class given to `hpcfl.run`, `code` alone; else empty. Runs with different digests are different runs."""
 
     def model_dump(self) -> dict[str, Any]:
-        return {"name": recorded_name(self.name), **self.file, **self.options.model_dump()}
+        # as YAML gives it back: a tuple of one's own options would differ from the list there
+        options = self.options.model_dump(mode="json")
+        return {"name": recorded_name(self.name), **self.file, **options}
 
 
 @dataclass(frozen=True)

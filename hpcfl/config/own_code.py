@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from hpcfl.config.keys import Settings
 from hpcfl.errors import DifferentTensorsError, UserError, one_line
@@ -209,17 +210,20 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
             raise UserError(
                 f"{place}: {options.__name__} has {key}, but {group}.{key} is reserved; rename it"
             )
-    for key, field in options.model_fields.items():
-        if field.is_required() or field.default_factory is not None or field.default is None:
-            continue
-        kind: Any = Annotated[field.annotation, None, *field.metadata]
-        try:
-            TypeAdapter(kind).validate_python(field.default)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+    try:
+        options.model_validate({}).model_dump(mode="json")
+    except ValidationError as error:
+        # a key without a default is the user's to give, and so are keys that do not go together
+        wrong = [one for one in error.errors() if one["type"] != "missing" and one["loc"]]
+        if wrong:
+            value, name = wrong[0]["input"], wrong[0]["loc"][0]
             raise UserError(
-                f"{place}: the default {field.default!r} of {key} is not allowed: {reason}"
+                f"{place}: the default {value!r} of {name} is not allowed: {wrong[0]['msg']}"
             ) from error
+    except PydanticSerializationError as error:
+        raise UserError(
+            f"{place}: a default of {options.__name__} cannot be written to config.yaml: {one_line(error)}"
+        ) from error
 
 
 def digest(source: bytes) -> str:
