@@ -171,6 +171,25 @@ def test_a_class_is_what_was_imported_not_the_text_that_its_file_has_now(
         run(method=changed.Scaled, out=tmp_path / "run")
 
 
+def test_a_run_object_reads_no_other_run(tmp_path: Path) -> None:
+    first = run(method="fedavg", out=tmp_path / "run")
+    assert first.done == 2
+    run("train.lr=0.2", method="fedavg", out=tmp_path / "run", fresh=True)
+    with pytest.raises(UserError, match=r"run has another train\.lr now than when this run was loaded"):
+        _ = first.clients
+    with pytest.raises(UserError, match=r"another train\.lr now"):
+        first.model(0)
+    # what it has read stays
+    assert first.done == 2
+
+
+def test_a_run_of_a_class_says_where_its_page_is(tmp_path: Path) -> None:
+    with forgetting_own_code():
+        run(method=defined_by(SCALED.replace("FACTOR", "0.5")), out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"method\.name=scaled is a class that a script gave to hpcfl\.run"):
+        load_run(tmp_path / "run")
+
+
 def test_models_of_a_class_that_was_defined_anew_are_refused(tmp_path: Path) -> None:
     first, other = (defined_by(SCALED.replace("FACTOR", factor)) for factor in ("0.5", "0.9"))
     made = run(method=first, out=tmp_path / "run")

@@ -168,6 +168,11 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
                 f"{registry.own_key}=FILE.py"
             )
         if not is_class(registry.own_key, str(name)):
+            if "code" in given and name not in registry.known:
+                raise UserError(
+                    f"{group}.{name_key}={name} is a class that a script gave to hpcfl.run; call it again "
+                    "with the same one, or look at the report.html that it wrote"
+                )
             return {}
         # that of the class at hand: whoever resumes a run compares it with the recorded one
         given.pop("code", None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from hpcfl.data.npz import are_tokens, as_labels, as_pixels, as_tokens, num_classes_of
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.samples import SampleType
 
 Channels = tuple[float, ...]
@@ -73,19 +74,19 @@ def digest_of(arrays: Arrays) -> int:
 
 
 def arrays_of(
-    x: np.ndarray,
-    y: np.ndarray,
+    x: Any,
+    y: Any,
     where: str,
     *,
     vocabulary: int | None = None,
-    client: np.ndarray | None = None,
+    client: Any = None,
 ) -> Arrays:
     """Make a pool of samples and labels [n].
 
     Args:
-        x: images [n, C, H, W], series [n, C, L], features [n, F], or tokens [n, L], which are integers. Bytes
-            of images are normalised to -1..1, floats of images are not changed; series and features get mean
-            0 and deviation 1 over all training samples.
+        x: images [n, C, H, W], series [n, C, L], features [n, F], or tokens [n, L], which are integers; an
+            array, a tensor or lists. Bytes of images are normalised to -1..1, floats of images are not
+            changed; series and features get mean 0 and deviation 1 over all training samples.
         where: how errors begin.
         vocabulary: how many tokens there are; default: the largest that occurs, and 1.
         client: the client of each sample [n], numbers or texts, for `data.partition.name=given`.
@@ -93,6 +94,7 @@ def arrays_of(
     Raises:
         UserError: x or y have another shape or type.
     """
+    x, y = _as_array(x, where, "x"), _as_array(y, where, "y")
     if not 2 <= x.ndim <= 4 or not x.size:
         raise UserError(
             f"{where}: x has shape {x.shape}; allowed: images [n, channels, height, width], series "
@@ -109,10 +111,17 @@ def arrays_of(
     owner = None
     names: tuple[str, ...] = ()
     if client is not None:
-        order, owner, names = _by_client(client, where, len(x))
+        order, owner, names = _by_client(_as_array(client, where, "client"), where, len(x))
         if (np.diff(order) < 0).any():
             x, y = x[order], y[order]
     return replace(pool_of(x, y, where, vocabulary=vocabulary, owner=owner), names=names)
+
+
+def _as_array(value: Any, where: str, name: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{where}: {name} is no array of numbers: {one_line(error)}") from error
 
 
 def pool_of(

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hpcfl.config.keys import ENVIRONMENT, Config, Layout, TrainConfig
+from hpcfl.config.load import differences
 from hpcfl.config.own_code import allow_files, code_in_use
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
@@ -174,7 +175,7 @@ class Run:
     @cached_property
     def metrics(self) -> Columns:
         """Columns of metrics.csv [E], such as "round" and "accuracy_mean"."""
-        return read_columns(self.path / "metrics.csv")
+        return self._columns("metrics.csv")
 
     @property
     def last(self) -> dict[str, float]:
@@ -190,7 +191,7 @@ class Run:
     @cached_property
     def bytes(self) -> Columns:
         """Columns of bytes.csv: "round", "direction", "layer" and "bytes"."""
-        return read_columns(self.path / "bytes.csv")
+        return self._columns("bytes.csv")
 
     @cached_property
     def clients(self) -> Columns:
@@ -202,7 +203,7 @@ class Run:
         path = self.path / "clients.csv"
         if not path.exists():
             return {}
-        found = read_columns(path)
+        found = self._columns("clients.csv")
         count = len(found.get("client", ()))
         if self.partition and count != self.partition["client"].max() + 1:
             # the header is line 1
@@ -235,7 +236,7 @@ class Run:
     @cached_property
     def partition(self) -> Columns:
         """Columns of partition.csv: samples of each client by class, where there are any."""
-        return read_columns(self.path / "partition.csv")
+        return self._columns("partition.csv")
 
     def samples_by_class(self, column: str) -> np.ndarray:
         """Return a column of partition.csv by client and class, int64 [N + U, K]; there must be the file."""
@@ -261,6 +262,7 @@ class Run:
         Raises:
             UserError: all checkpoints are damaged.
         """
+        self._check_unchanged()
         return CheckpointStore(self.path).load(_NO_CHECKPOINT)
 
     @cached_property
@@ -270,7 +272,7 @@ class Run:
         Empty before the end of the run, and where it was run without `run.metrics`. Raises UserError if the
         file is damaged.
         """
-        return read_columns(self.path / "confusion.csv") if self.is_finished else {}
+        return self._columns("confusion.csv") if self.is_finished else {}
 
     @property
     def accuracy_by_class(self) -> np.ndarray:
@@ -287,6 +289,20 @@ class Run:
         total = np.bincount(label, samples)
         with np.errstate(invalid="ignore"):
             return np.bincount(label, samples * (label == predicted)) / total
+
+    def _columns(self, name: str) -> Columns:
+        self._check_unchanged()
+        return read_columns(self.path / name)
+
+    def _check_unchanged(self) -> None:
+        """Raise UserError if another run has taken the folder, or this one has got more rounds."""
+        now = read_record(self.path)
+        now.pop(ENVIRONMENT, None)
+        changed = [line.partition(":")[0] for line in differences(self.record, now)]
+        if other := [key for key in changed if key != "data.path"]:
+            raise UserError(
+                f"{self.path} has another {', '.join(other)} now than when this run was loaded; load it again"
+            )
 
     def close(self) -> None:
         """Free the checkpoint and its history; they are read again when needed."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays, arrays_of
@@ -425,3 +426,14 @@ def test_the_split_of_an_own_source_may_be_of_zeros_and_ones() -> None:
     parts = partition_given("given", arrays.owner, arrays.is_test, None, None, Split(0.3, 0.0, 0))
     assert sorted(np.concatenate([part.test for part in parts])) == np.flatnonzero(is_test).tolist()
     assert sorted(np.concatenate([part.train for part in parts])) == np.flatnonzero(~is_test).tolist()
+
+
+def test_arrays_may_be_lists_and_tensors() -> None:
+    x, y, client = torch.rand(3, 2), [0, 1, 0], ["b", "a", "b"]
+    arrays = arrays_of(x, y, "own", client=client)
+    assert arrays.x.tolist() == x[[1, 0, 2]].tolist()
+    assert (arrays.y.tolist(), arrays.names) == ([1, 0, 0], ("a", "b"))
+    with pytest.raises(UserError, match="own: x is no array of numbers: "):
+        arrays_of([[1.0, 2.0], [3.0]], y, "own")
+    with pytest.raises(UserError, match="own: x is no array of numbers: "):
+        arrays_of(x.requires_grad_(), y, "own")

@@ -265,7 +265,7 @@ def test_a_diagnostic_with_wrong_axes_ends_the_run_at_the_first_evaluation(
     folder = tmp_path / "run"
     assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FAULT
     printed = capsys.readouterr().err
-    assert "Counting.diagnostics computes 'met' as [3]; expected: a tensor [3, 3], by its axes" in printed
+    assert "Counting.diagnostics has 'met' as [3]; expected: a tensor [3, 3], by its axes" in printed
 
 
 def test_axes_that_do_not_match_the_values_are_refused() -> None:
