@@ -435,6 +435,30 @@ def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (
+            "def __init__(self, context, params): pass",
+            "__init__ did not call super().__init__(context, params)",
+        ),
+        (
+            "def train(self, clients, down): clients.sgd(down['theta'].unsqueeze(1))",
+            "got theta of shape [1, 1, {P}]; expected: models [1, P]; other tensors need",
+        ),
+    ],
+)
+def test_a_mistake_that_ends_in_hpcfl_is_one_line(
+    hook: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"from hpcfl.methods.fedavg import FedAvg\nclass Own(FedAvg):\n    {hook}\n")
+    assert main([*TINY, f"method.path={file}", "--out", str(tmp_path / "run")]) == FAULT
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith(f"hpcfl: error: {file}")
+    assert re.search(re.escape(expected).replace(r"\{P\}", r"\d+"), line)
+
+
 ROLLED = "from mpi4py import MPI; return np.roll(counts, MPI.COMM_WORLD.rank, axis=0)"
 
 

@@ -225,8 +225,12 @@ def method_of(config: Config, data: DataRecord) -> Method:
         privacy=config.privacy,
         clients=config.clients,
     )
+    kind = METHODS[config.method.name]
     with seeded_generators(config.run.seed, "method"):
-        return METHODS[config.method.name](context, config.method.options)
+        method = kind(context, config.method.options)
+    if not hasattr(method, "layout"):
+        raise TypeError(f"{kind.__name__}.__init__ did not call super().__init__(context, params)")
+    return method
 
 
 def build(config: Config, world: Communicator) -> Experiment:

@@ -396,8 +396,14 @@ class ClientGroup:
         `gradient(theta, batch)` returns gradient and losses on a batch; default: those of the cross-entropy
         of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
         its argument theta [len(members), ...] holds the current weights of the group's clients `members`.
-        `trained`: see Descent; `samples`: see `batches`.
+        `trained`: see Descent; `samples`: see `batches`. Raises TypeError for the default gradient of other
+        tensors.
         """
+        if gradient is None and (theta.dim() != 2 or len(theta) != len(self)):
+            raise TypeError(
+                f"clients.sgd got theta of shape {[*theta.shape]}; expected: models [{len(self)}, P]; other "
+                "tensors need a gradient of their own (gradient=...)"
+            )
         descent = self.descent(theta, lr=lr, trained=trained)
         gradient = gradient or self._plain_gradient
         steps_before = self.steps.clone()
