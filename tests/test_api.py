@@ -11,9 +11,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import make_dataclass
 from functools import cached_property, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -127,6 +128,7 @@ def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(
     assert not differing(plain.path, set_before.path)
 
 
+NUM_CALLS = 1
 SCALED = """
 class Scaled(FedAvg):
     def aggregate(self, server, cohort, up):
@@ -152,6 +154,30 @@ def test_a_class_without_a_text_is_resumed_unless_it_does_something_else(tmp_pat
     exec(SCALED.replace("FACTOR", "0.9"), namespace)
     with pytest.raises(UserError, match=r"a run with another text of method\.name=scaled; bring that"):
         run(method=namespace["Scaled"], out=tmp_path / "run")
+
+
+def test_what_changes_while_a_run_goes_makes_no_other_class(tmp_path: Path) -> None:
+    """Counters, the values of its module, and values that are neither functions nor plain."""
+    num_calls, itself = (
+        0,
+        [torch.sparse_coo_tensor(size=(2,), check_invariants=True), torch.ones(1, device="meta"), object()],
+    )
+    itself.append(itself)
+
+    class Counting(FedAvg):
+        def aggregate(self, server: State, cohort: Cohort, up: Upload, file: TextIO = sys.stderr) -> None:
+            nonlocal num_calls
+            num_calls += len(itself) * NUM_CALLS
+            super().aggregate(server, cohort, up)
+
+    with forgetting_own_code():
+        for number in (1, 2):
+            globals()["NUM_CALLS"] = number
+            made = run(method=Counting, out=tmp_path / "run")
+            assert made.is_finished
+            assert made.model(0)
+        assert num_calls == 2 * 4
+        assert not sys.stderr.closed
 
 
 def test_a_class_is_what_was_imported_not_the_text_that_its_file_has_now(
@@ -196,7 +222,9 @@ def test_models_of_a_class_that_was_defined_anew_are_refused(tmp_path: Path) -> 
     run(method=other, out=tmp_path / "other")
     assert made.metrics["accuracy_mean"].size
     for one in (made, load_run(tmp_path / "run")):
-        with pytest.raises(UserError, match=r"its models are of another text of method\.name=scaled than"):
+        with pytest.raises(
+            UserError, match=r"are not those of the method\.name=scaled that .*; call hpcfl\.run"
+        ):
             one.model(0)
     run(method=first, out=tmp_path / "run")
     assert made.model(0)
@@ -217,7 +245,8 @@ def test_models_of_a_class_that_was_defined_anew_are_refused(tmp_path: Path) -> 
         ("factor = constant(0.5)", "factor = constant(0.9)"),
         ("factor = cached_property(constant(0.5))", "factor = cached_property(constant(0.9))"),
         ("factor = partialmethod(constant(1), 0.5)", "factor = partialmethod(constant(1), 0.9)"),
-        ("def factor(self): return [HALF for _ in 'a']", "def factor(self): return [NEARLY for _ in 'a']"),
+        ("factor = torch.ones(2, dtype=torch.bfloat16)", "factor = torch.zeros(2, dtype=torch.bfloat16)"),
+        ("factor = constant([slotted(0.5)])", "factor = constant([slotted(0.9)])"),
         (
             "class Params(Params):\n        @property\n        def factor(self): return 0.5",
             "class Params(Params):\n        @property\n        def factor(self): return 0.9",
@@ -228,7 +257,8 @@ def test_any_change_of_a_class_is_noticed(member: str, other: str) -> None:
     def constant(value: float) -> Callable[..., float]:
         return lambda self, *_: value
 
-    known = {"FedAvg": FedAvg, "Params": Params, "torch": torch, "np": np, "HALF": 0.5, "NEARLY": 0.9}
+    slotted = make_dataclass("Slotted", ["value"], slots=True)
+    known = {"FedAvg": FedAvg, "Params": Params, "torch": torch, "np": np, "slotted": slotted}
     known |= {"constant": constant, "cached_property": cached_property, "partialmethod": partialmethod}
     digests = []
     for text in (member, member, other):

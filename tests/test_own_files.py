@@ -471,13 +471,25 @@ def test_a_partition_that_differs_between_ranks_is_refused(tmp_path: Path, mpiru
     assert "hpcfl: error: ranks have divided the samples among clients in different ways" in done.stderr
 
 
+def test_a_validator_that_needs_a_key_without_a_default_is_left_to_the_run(tmp_path: Path) -> None:
+    check = (
+        "    @__import__('pydantic').model_validator(mode='before')\n    def check(cls, given):\n"
+        "        assert given['left_out'] < 4\n        return given\n\n\nclass TrimmedMean("
+    )
+    text = TRIMMED.replace("Field(1, ge=0)", "Field(ge=0)").replace("\nclass TrimmedMean(", check, 1)
+    (tmp_path / "own.py").write_text(text)
+    words = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*words, "method.left_out=1"]) == FINISHED
+
+
 def test_options_of_other_types_are_recorded_and_the_run_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As YAML has them: a tuple was another value than the list there."""
     options = (
         "betas: tuple[float, float] = (0.1, 0.2)\n    place: __import__('pathlib').Path = 'here'\n"
-        "    level: float = __import__('numpy').float32(0.5)\n    left_out"
+        "    level: float = __import__('numpy').float32(0.5)\n"
+        "    names: set[str] = {'alpha', 'beta', 'gamma'}\n    left_out"
     )
     (tmp_path / "own.py").write_text(TRIMMED.replace("    left_out", f"    {options}", 1))
     words = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
@@ -487,6 +499,7 @@ def test_options_of_other_types_are_recorded_and_the_run_is_resumed(
     assert "method.betas: [0.1, 0.2] there, [0.1, 0.3] here" in capsys.readouterr().err
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"]
     assert (recorded["betas"], recorded["place"], recorded["level"]) == ([0.1, 0.2], "here", 0.5)
+    assert recorded["names"] == ["alpha", "beta", "gamma"]
 
 
 def test_a_run_is_not_resumed_with_another_partition(

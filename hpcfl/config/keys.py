@@ -560,6 +560,9 @@ class Chosen(Generic[Options]):
     def model_dump(self) -> dict[str, Any]:
         # as YAML gives it back: a tuple of one's own options would differ from the list there
         options = self.options.model_dump(mode="json")
+        for name in type(self.options).model_fields:
+            if isinstance(getattr(self.options, name), set | frozenset):
+                options[name] = sorted(options[name])
         return {"name": recorded_name(self.name), **self.file, **options}
 
 

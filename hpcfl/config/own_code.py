@@ -10,13 +10,14 @@ import shlex
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
@@ -52,70 +53,79 @@ def add_class(key: str, name: str, given: type) -> None:
     _classes[key, name] = digest("\n".join(_of_class(given, set())).encode())
 
 
-def _of_class(given: type, seen: set[int]) -> list[str]:
+def _of_class(given: type, inside: set[int]) -> list[str]:
     known = ("hpcfl.", "pydantic.")
     own = [kind for kind in given.__mro__ if kind is not object and not kind.__module__.startswith(known)]
     items = [item for kind in own for item in vars(kind).items() if item[0] not in ("name", "summary")]
     of_python = [name for name, value in items if name.startswith("__") and not inspect.isfunction(value)]
-    return [text for name, value in items if name not in of_python for text in [name, *_texts(value, seen)]]
+    return [text for name, value in items if name not in of_python for text in [name, *_texts(value, inside)]]
 
 
-def _texts(value: Any, seen: set[int]) -> list[str]:
-    """Return what a value of a class or a function is, as texts.
+def _texts(value: Any, inside: set[int]) -> list[str]:
+    """Return what a value of a class or a function is, as texts; [] for what is no function or plain value.
 
-    Returns [] for what is no function or plain value, and for a function that was `seen`.
+    `inside` has the ids of the values that hold this one: one of them is left out, not followed for ever.
     """
-    if id(value) in seen:
+    if id(value) in inside:
         return []
-    if isinstance(value, type):
-        return _of_class(value, seen) if issubclass(value, Settings) else []
-    if inspect.isfunction(value):
-        seen.add(id(value))
-        return _of_function(value, seen)
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
     if isinstance(value, property):
-        value = (value.fget, value.fset, value.fdel)
-    elif isinstance(value, staticmethod | classmethod | cached_property):
-        value = getattr(value, "__func__", getattr(value, "func", None))
-        return _texts(value, seen)
+        parts: Iterable[Any] = (value.fget, value.fset, value.fdel)
+    elif isinstance(value, staticmethod | classmethod):
+        parts = (value.__func__,)
+    elif isinstance(value, cached_property):
+        parts = (value.func,)
     elif isinstance(value, partial | partialmethod):
-        value = (value.func, value.args, value.keywords)
-    elif is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = [*value.items()]
-    if isinstance(value, list | tuple):
-        return [text for one in value for text in _texts(one, seen)]
-    if value is None or isinstance(value, str | int | float):
-        return [repr(value)]
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    return [f"{array.dtype} {array.shape} {array.tobytes().hex()}"] if array.dtype.kind in "biufc" else []
+        parts = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif inspect.isfunction(value):
+        return _of_function(value, {*inside, id(value)})
+    elif isinstance(value, type):
+        return _of_class(value, inside) if issubclass(value, Settings) else []
+    elif isinstance(value, set | frozenset):
+        return sorted("".join(_texts(one, inside)) for one in value)
+    elif isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.device.type == "meta":
+            return []
+        # bytes, since NumPy lacks bfloat16
+        return _texts(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), inside)
+    elif isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        return [f"{array.dtype} {array.shape} {digest(array.data)}"] if array.dtype.kind in "biufc" else []
+    else:
+        return [repr(value)] if value is None or isinstance(value, str | int | float) else []
+    return [text for one in parts for text in _texts(one, {*inside, id(value)})]
 
 
-def _of_function(function: types.FunctionType, seen: set[int]) -> list[str]:
-    texts, global_names = _compiled(function.__code__)
+def _of_function(function: types.FunctionType, inside: set[int]) -> list[str]:
+    """Return what a function does, with its defaults and the values from around it.
+
+    Values that it sets itself, such as a counter, and those of its module change while a run is going.
+    """
+    texts, is_set = _compiled(function.__code__)
     for value in (function.__defaults__, function.__kwdefaults__):
-        texts += _texts(value, seen)
-    for cell in function.__closure__ or ():
+        texts += _texts(value, inside)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty one
-            texts += _texts(cell.cell_contents, seen)
-    # others may change while a run is going, as a list of results does
-    plain = ((name, function.__globals__.get(name)) for name in global_names)
-    return texts + [f"{name} = {value!r}" for name, value in plain if isinstance(value, int | float | str)]
+            texts += [] if name in is_set else _texts(cell.cell_contents, inside)
+    return texts
 
 
-def _compiled(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """Return what a function does, and the names of the module's values that it reads."""
+def _compiled(code: types.CodeType) -> tuple[list[str], set[str]]:
+    """Return what a function does, and the names of the values from around it that it sets."""
     texts = [code.co_code.hex(), *code.co_names]
-    names = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    is_set = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"}
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            inner_texts, inner_names = _compiled(one)
-            texts, names = texts + inner_texts, names + inner_names
+            inner_texts, inner_is_set = _compiled(one)
+            texts, is_set = texts + inner_texts, is_set | inner_is_set
         else:
             texts.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
-    return texts, names
+    return texts, is_set
 
 
 def is_class(key: str, name: str) -> bool:
@@ -224,10 +234,13 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
         raise UserError(
             f"{place}: a default of {options.__name__} cannot be written to config.yaml: {one_line(error)}"
         ) from error
+    except Exception:
+        # of a validator of the user's that needs a key without a default
+        return
 
 
-def digest(source: bytes) -> str:
-    """Return a hash of a file's text, 16 hexadecimal digits."""
+def digest(source: bytes | memoryview) -> str:
+    """Return a hash of a file's text, or of other bytes, 16 hexadecimal digits."""
     return hashlib.sha256(source).hexdigest()[:16]
 
 

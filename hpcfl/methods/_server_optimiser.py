@@ -52,7 +52,7 @@ class ServerOptimiser:
         return moments
 
     def before(self, server: Tensors, sent: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-        """Let the method average from what was `sent`: a codec's rounding of it is no change by clients.
+        """Let the method average from tensors as they were `sent`: a codec's rounding is no client's change.
 
         Returns x and what was sent in its place, of each tensor that the method is about to average.
         """
@@ -60,7 +60,7 @@ class ServerOptimiser:
         for name in self._names:
             if name in server:
                 x = server[name].clone()
-                if name in sent and sent[name].shape == x.shape:
+                if name in sent:
                     server[name] = sent[name].clone()
                 before[name] = x, server[name].clone()
         return before

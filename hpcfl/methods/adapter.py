@@ -64,6 +64,8 @@ class MethodAdapter:
             method.traits.eval_after == "download"
             and type(method).model_after_training is Method.model_after_training
         )
+        self._sent_as_is: list[str] = []
+        """Tensors of the server's state that the round's download has as they are, but for a codec."""
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
         context = method.context
         self._private = PrivateUploads(
@@ -128,7 +130,9 @@ class MethodAdapter:
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
-        return self._sent("download", server, cohort)
+        message = self._sent("download", server, cohort)
+        self._sent_as_is = [name for name, tensor in message.shared.items() if tensor is server.get(name)]
+        return message
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort for an evaluation."""
@@ -197,7 +201,9 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        sent = up.sent.shared if up.sent is not None and len(cohort) else {}
+        sent: State = {}
+        if up.sent is not None and len(cohort):
+            sent = {name: up.sent.shared[name] for name in self._sent_as_is}
         before, unnoised = self._optimiser.before(server, sent), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):

@@ -355,9 +355,12 @@ class Run:
             )
         name, code = self.config.method.name, self.record["method"].get("code")
         if code != code_in_use("method.path", name, METHODS[name]):
+            remedy = "call hpcfl.run again with the class that made them"
+            if "path" in self.record["method"]:
+                remedy = "load the run in another process"
             raise UserError(
-                f"{self.path}: its models are of another text of method.name={name} than this process has "
-                "now; define that class again, or load the run in another process"
+                f"{self.path}: its models are not those of the method.name={name} that this process has now; "
+                f"{remedy}"
             )
         return TrainedModels(self.config, self.checkpoint)
 

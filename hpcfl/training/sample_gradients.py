@@ -31,9 +31,10 @@ def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if has_tied or not all(_is_covered(module) for module in _with_weights(network)):
         return _one_by_one(network, x, y)
     with torch.no_grad():
-        # one sample tells the axis of samples from an equally long one of steps
-        if not _is_by_sample(network, _watched(network, x[:1])[1], 1):
-            return _one_by_one(network, x, y)
+        # another number of samples tells their axis from an equally long one of steps
+        for some in (x[:2], x[:3]):
+            if not _is_by_sample(network, _watched(network, some)[1], len(some)):
+                return _one_by_one(network, x, y)
     parts = zip(x.split(SAMPLES_AT_ONCE), y.split(SAMPLES_AT_ONCE), strict=True)
     return torch.cat([_by_layer(network, *part) for part in parts])
 

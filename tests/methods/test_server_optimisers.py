@@ -9,10 +9,13 @@ import torch
 from bits import ALIASES as FEDAVG_ALIASES
 from harness import UNEQUAL, Run
 
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import ServerConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods._server_optimiser import ServerOptimiser
+from hpcfl.methods.base import State
+from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Layer
 from hpcfl.registries import load_config
 
@@ -104,6 +107,19 @@ def test_momentum_of_coded_rounds_is_that_of_the_clients_moves() -> None:
     sent = plain.method.context.initial_parameters().half().float()
     expected = plain.server["theta"] - sent
     torch.testing.assert_close(run.server["server_m/theta"], expected, rtol=0, atol=1e-7)
+
+
+def test_a_method_that_sends_another_model_than_the_server_has_steps_from_the_server_s() -> None:
+    """Momentum with lr 1 and without memory is the method's own step."""
+
+    def download(self: FedAvg, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"] + 0.5})
+
+    ahead = type("Ahead", (FedAvg,), {"download": download})
+    keys = ["method.name=fedavg", "train.rounds=2"]
+    plain = Run(*keys, kind=ahead)
+    run = Run(*keys, "server.optimiser=momentum", "server.beta1=0", "server.lr=1", kind=ahead)
+    torch.testing.assert_close(run.server["theta"], plain.server["theta"])
 
 
 @pytest.mark.usefixtures("double")

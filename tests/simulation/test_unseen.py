@@ -105,6 +105,7 @@ def of_training(folder: Path) -> dict[str, Any]:
             "/ledger/metrics",
             "/ledger/metrics@columns",
             "/data/num_samples",
+            "/data@partition_digest",
             "partition.csv",
         ):
             found[name] = item
