@@ -158,16 +158,16 @@ def test_a_class_without_a_text_is_resumed_unless_it_does_something_else(tmp_pat
 
 def test_what_changes_while_a_run_goes_makes_no_other_class(tmp_path: Path) -> None:
     """Counters, the values of its module, and values that are neither functions nor plain."""
-    num_calls, itself = (
-        0,
-        [torch.sparse_coo_tensor(size=(2,), check_invariants=True), torch.ones(1, device="meta"), object()],
-    )
-    itself.append(itself)
+    num_calls, found = 0, list[float]()
+    sparse = torch.sparse_coo_tensor(size=(2,), check_invariants=True)
+    itself: dict[str, Any] = {"sparse": sparse, "meta": torch.ones(1, device="meta"), "other": object()}
+    itself["itself"] = itself
 
     class Counting(FedAvg):
         def aggregate(self, server: State, cohort: Cohort, up: Upload, file: TextIO = sys.stderr) -> None:
             nonlocal num_calls
             num_calls += len(itself) * NUM_CALLS
+            found.append(float(server["theta"].norm()))
             super().aggregate(server, cohort, up)
 
     with forgetting_own_code():
@@ -246,7 +246,7 @@ def test_models_of_a_class_that_was_defined_anew_are_refused(tmp_path: Path) -> 
         ("factor = cached_property(constant(0.5))", "factor = cached_property(constant(0.9))"),
         ("factor = partialmethod(constant(1), 0.5)", "factor = partialmethod(constant(1), 0.9)"),
         ("factor = torch.ones(2, dtype=torch.bfloat16)", "factor = torch.zeros(2, dtype=torch.bfloat16)"),
-        ("factor = constant([slotted(0.5)])", "factor = constant([slotted(0.9)])"),
+        ("factor = constant((slotted(0.5),))", "factor = constant((slotted(0.9),))"),
         (
             "class Params(Params):\n        @property\n        def factor(self): return 0.5",
             "class Params(Params):\n        @property\n        def factor(self): return 0.9",

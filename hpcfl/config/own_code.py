@@ -104,14 +104,16 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
 def _of_function(function: types.FunctionType, inside: set[int]) -> list[str]:
     """Return what a function does, with its defaults and the values from around it.
 
-    Values that it sets itself, such as a counter, and those of its module change while a run is going.
+    Values that it sets itself, such as a counter, lists around it, which may collect results, and values of
+    its module change while a run is going: they do not count.
     """
     texts, is_set = _compiled(function.__code__)
     for value in (function.__defaults__, function.__kwdefaults__):
         texts += _texts(value, inside)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty one
-            texts += [] if name in is_set else _texts(cell.cell_contents, inside)
+            if name not in is_set and not isinstance(cell.cell_contents, list):
+                texts += _texts(cell.cell_contents, inside)
     return texts
 
 
