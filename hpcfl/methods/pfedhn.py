@@ -57,7 +57,8 @@ class PFedHNParams(Params):
     hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of the server's SGD (authors: 0.9)."""
     hypernetwork_weight_decay: float = Field(0.001, ge=0)
-    """Weight decay of the server's SGD (authors: 0.001)."""
+    """Weight decay of the server's SGD (authors: 0.001). When clients know their training samples by heart,
+    nothing counteracts it: in long runs accuracy falls, and with 0 it does not."""
     clip: float = Field(50.0, gt=0)
     """Longest gradient of the hypernetwork (authors: 50)."""
     server_step: Literal["mean", "sequential"] = "mean"
