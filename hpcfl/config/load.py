@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -135,11 +135,12 @@ def allow_named(keys: Mapping[str, Any]) -> None:
             allow(key, str(keys[key]))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
     """Name the keys that change results and differ between two configurations, with both values.
 
     A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. A
-    key that is null counts as missing, so a run can be resumed after an update that adds keys.
+    key that is null counts as missing, so a run can be resumed after an update that adds keys. Those of `but`
+    are left out last.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"
@@ -150,6 +151,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {shown(before.get(key, missing))} there, {shown(after.get(key, missing))} here"
         for key in common or changed
+        if key not in but
     ]
 
 

@@ -92,7 +92,8 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
         if value.layout != torch.strided or value.device.type == "meta":
             return []
         # bytes, since NumPy lacks bfloat16
-        return _texts(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), inside)
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        return [f"{value.dtype} {value.shape} {digest(data)}"]
     elif isinstance(value, np.ndarray | np.generic):
         array = np.ascontiguousarray(value)
         return [f"{array.dtype} {array.shape} {digest(array.data)}"] if array.dtype.kind in "biufc" else []
@@ -238,7 +239,7 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
         ) from error
     except Exception:
         # of a validator of the user's that needs a key without a default
-        return
+        pass
 
 
 def digest(source: bytes | memoryview) -> str:

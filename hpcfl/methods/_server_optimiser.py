@@ -59,10 +59,10 @@ class ServerOptimiser:
         before = {}
         for name in self._names:
             if name in server:
-                x = server[name].clone()
-                if name in sent:
-                    server[name] = sent[name].clone()
-                before[name] = x, server[name].clone()
+                x = server[name]
+                before[name] = x, sent.get(name, x)
+                # a copy, since some methods average in place
+                server[name] = before[name][1].clone()
         return before
 
     def step(self, server: Tensors, before: dict[str, tuple[Tensor, Tensor]]) -> None:

@@ -298,10 +298,10 @@ class Run:
         """Raise UserError if another run has taken the folder, or this one has got more rounds."""
         now = read_record(self.path)
         now.pop(ENVIRONMENT, None)
-        changed = [line.partition(":")[0] for line in differences(self.record, now)]
-        if other := [key for key in changed if key != "data.path"]:
+        if lines := differences(self.record, now, but=["data.path"]):
+            changed = ", ".join(line.partition(":")[0] for line in lines)
             raise UserError(
-                f"{self.path} has another {', '.join(other)} now than when this run was loaded; load it again"
+                f"{self.path} has another {changed} now than when this run was loaded; load it again"
             )
 
     def close(self) -> None:

@@ -122,12 +122,8 @@ class RunFolder:
         The same data may be in another place; their checksum is compared later.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
-        changed = [
-            line for line in differences(there, self.config.tree()) if not line.startswith("data.path:")
-        ]
-        if self._is_extendable and there["train"]["rounds"] < self.config.train.rounds:
-            changed = [line for line in changed if not line.startswith("train.rounds:")]
-        return changed
+        is_extended = self._is_extendable and there["train"]["rounds"] < self.config.train.rounds
+        return differences(there, self.config.tree(), but=["data.path", *["train.rounds"] * is_extended])
 
     def open(
         self,
@@ -223,16 +219,17 @@ class RunFolder:
                 f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
                 f"finish the run with that version, {over}; report, compare, export and predict can read it"
             )
-        changed_what = None
-        if data is not None and found.data.digest not in (0, data.digest):
-            changed_what = "the data have"
-        elif data is not None and found.data.partition_digest not in (0, data.partition_digest):
-            changed_what = "the division of the data among clients has"
-        if changed_what:
-            raise UserError(
-                f"{changed_what} changed since {found.path} was written: bring the earlier one back to "
-                "resume this run, give --out DIR for another folder, or --fresh to start over"
-            )
+        there, here = found.data, data or found.data
+        division = "the division of the data among clients has"
+        for what, before, now in (
+            ("the data have", there.digest, here.digest),
+            (division, there.partition_digest, here.partition_digest),
+        ):
+            if before not in (0, now):
+                raise UserError(
+                    f"{what} changed since {found.path} was written: bring the earlier one back to resume "
+                    "this run, give --out DIR for another folder, or --fresh to start over"
+                )
 
     def take_checkpoint(self) -> LoadedCheckpoint | None:
         """Return the open checkpoint, and keep none: memory may not hold it beside the run."""

@@ -90,8 +90,8 @@ class Cell:
         """The keys in which the run in its folder differs, so that it cannot be resumed; [] without a run."""
         if (run := self._run) is None:
             return []
-        may_differ = ["data.path:", *["train.rounds:"] * (run.rounds < self.config.train.rounds)]
-        return [line for line in self._differences(run) if not line.startswith(tuple(may_differ))]
+        is_extended = run.rounds < self.config.train.rounds
+        return self._differences(run, but=["data.path", *["train.rounds"] * is_extended])
 
     @property
     def _run(self) -> Run | None:
@@ -100,11 +100,11 @@ class Cell:
         except UserError:
             return None
 
-    def _differences(self, run: Run) -> list[str]:
+    def _differences(self, run: Run, but: Sequence[str] = ()) -> list[str]:
         tree, data = self.config.tree(), run.record["data"]
         if _has_own_file(data) and not _has_own_file(tree["data"]):
             tree["data"] |= {key: data.get(key) for key in (*_DATA_FILE, "code", "subset_per_class")}
-        return differences(run.record, tree)
+        return differences(run.record, tree, but)
 
 
 class Table:

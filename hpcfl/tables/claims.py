@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -149,22 +149,15 @@ class ResultFiles:
         }
         # the table in full comes first, then what was shortened least
         stems = [path.stem, *(shortened[rounds] for rounds in sorted(shortened, reverse=True))]
+        cells = {(cell.label, cell.column) for cell in self.table.cells}
         self._files = [
-            [self._read_csv(folder / f"{stem}{kind}.csv") for kind in ("", "_differences")] for stem in stems
+            [
+                _read_csv(folder / f"{stem}.csv", ["label"], cells),
+                _read_csv(folder / f"{stem}_differences.csv", ["first", "second"], cells),
+            ]
+            for stem in stems
         ]
         """Lines of the results, and of the differences, of each file."""
-
-    def _read_csv(self, path: Path) -> list[Line]:
-        """Return the lines of cells that the table still has; none where the file is not there."""
-        if not path.is_file():
-            return []
-        cells = {(cell.label, cell.column) for cell in self.table.cells}
-        with path.open(newline="") as file:
-            lines = csv.DictReader(file)
-            labels = [name for name in ("label", "first", "second") if name in (lines.fieldnames or ())]
-            return [
-                line for line in lines if cells.issuperset((line[name], line["column"]) for name in labels)
-            ]
 
     def line(self, label: str, column: str) -> Line | None:
         """Return the result of a row in a column, of the longest run; None where no seed is finished."""
@@ -389,3 +382,12 @@ def _finished(lines: Sequence[Line], label: str, column: str) -> Line | None:
     """Return the line of a row in a column, None where no seed is finished."""
     found = (line for line in lines if (line["label"], line["column"]) == (label, column))
     return next((line for line in found if line["seeds"] != "0"), None)
+
+
+def _read_csv(path: Path, labels: Sequence[str], cells: Collection[tuple[str, str]]) -> list[Line]:
+    """Return the lines whose `labels` have a cell in their column; none where the file is not there."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        lines = csv.DictReader(file)
+        return [line for line in lines if all((line[label], line["column"]) in cells for label in labels)]

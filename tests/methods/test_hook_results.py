@@ -346,7 +346,9 @@ def test_a_diagnostic_has_no_name_of_a_figure_of_all_runs(
 
 
 def test_a_diagnostic_has_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    growing = lambda _, group: torch.ones(len(group), 1 + group.round)  # noqa: E731
+    def growing(_: FedAvg, group: ClientGroup) -> Tensor:
+        return torch.ones(len(group), 1 + group.round)
+
     words = with_diagnostic(monkeypatch, "client", "component", of_clients=growing)
     with pytest.raises(TypeError, match=r"own has the shape \[\d, 3\], and \[\d, 2\] in earlier evaluations"):
         run_here(tmp_path / "run", words)
