@@ -13,8 +13,8 @@ Differs from the paper:
   loss         the distance is that of each sample's features, as in the authors' code; eq. 7 has that of the
                class means. It is a mean over samples and features, in which a sample of a class without
                Cbar_c counts as 0
-  upload       it has K rows, with zeros for classes that the client does not hold, and K counts. The paper's
-               has rows only for the classes that the client holds
+  upload       it has K rows, with what came down for classes that the client does not hold, and K counts.
+               The paper's has rows only for the classes that the client holds
 
 Choices the paper leaves open:
   prototypes   C_i,c is computed after the local epochs, over the training set, in evaluation mode. (The

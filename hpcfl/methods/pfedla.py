@@ -9,6 +9,21 @@
 With c_i^{l,j} = <theta_j^l, Delta_i^l> the last line is the gradient of -sum alpha c through the small
 hypernetwork, so the server needs two products a layer and one batched backward pass.
 
+Differs from the paper:
+  step         eq. 10 and 11 are plain steps, and the paper names no learning rate for them. c grows with
+               |Delta|^2, so with a rate that suits one network or data set, alpha hardly moves or saturates
+               at once with another. `method.optimiser=scaled` divides all c of a client by the largest
+               |Delta_i|^2 that it has sent: the layers keep their relative scales, which HeurpFedLA's choice
+               needs, and steps shrink as training settles. The gradient of an output has the factor alpha,
+               1/N at first; `scaled` gives the heads N times the step, so that weights relative to 1/N move
+               as far with any number of clients. Trunk and embedding, whose gradients sum over all outputs,
+               need no such factor. Adam removes the scales of c: after hundreds of rounds every layer has
+               one-hot weights (`method.optimiser=sgd` is the printed rule)
+  first time   when a client takes part for the first time, its own model is still the initial one, and its
+               products favour whoever has trained. Its hypernetwork waits for the second time: with
+               participation below 1 and large steps, layers would settle on other clients' models. With
+               participation 1 and common initial models, these products are equal and move nothing
+
 Choices the paper leaves open:
   sign         Delta points downhill, so the hypernetwork moves along it; a test shows that the loss falls
                (public code moves the other way)
@@ -16,18 +31,6 @@ Choices the paper leaves open:
   update       the server keeps the trained theta_i that clients upload, and forms Delta itself
   layer        weight and bias of a module together, a BatchNorm module by itself; `method.layer`
   weights      softmax over clients; relu divided by its sum (public code), own model where all are zero
-  step         the paper names no learning rate for the hypernetworks. c grows with |Delta|^2, so with a rate
-               that suits one network or data set, alpha hardly moves or saturates at once with another.
-               `scaled` divides all c of a client by the largest |Delta_i|^2 that it has sent: the layers
-               keep their relative scales, which HeurpFedLA's choice needs, and steps shrink as training
-               settles. The gradient of an output has the factor alpha, 1/N at first; `scaled` gives the
-               heads N times the step, so that weights relative to 1/N move as far with any number of
-               clients. Trunk and embedding, whose gradients sum over all outputs, need no such factor.
-               Adam removes the scales of c: after hundreds of rounds every layer has one-hot weights
-  first time   when a client takes part for the first time, its own model is still the initial one, and its
-               products favour whoever has trained. Its hypernetwork waits for the second time (differs from
-               eq. 10 and 11): with participation below 1 and large steps, layers would settle on other
-               clients' models
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ

@@ -166,10 +166,13 @@ def _accuracy(name: str) -> Callable[[Result], str]:
     return show
 
 
-def _auc(result: Result) -> str:
-    known, clients = result.known_clients("auc")
-    some = f" ({known} of {clients} clients)" if 0 < known < clients else ""
-    return _accuracy("auc")(result) + some
+def _metric(name: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        known, clients = result.known_clients(name)
+        some = f" ({known} of {clients} clients)" if 0 < known < clients else ""
+        return _accuracy(name)(result) + some
+
+    return show
 
 
 def _by_class(result: Result) -> str:
@@ -204,10 +207,7 @@ _OF_RUNS: dict[str, Callable[[Result], str]] = {
     "spread": _accuracy("spread_over_clients"),
     "worst_tenth": _accuracy("worst_tenth_accuracy"),
     "unseen": _accuracy("accuracy_unseen"),
-    "balanced_accuracy": _accuracy("balanced_accuracy"),
-    "macro_f1": _accuracy("macro_f1"),
-    "auc": _auc,
-    "calibration_error": _accuracy("calibration_error"),
+    **{name: _metric(name) for name in CLIENT_METRICS},
     "by_class": _by_class,
     "coverage": lambda result: f"{100 * (result.mean('coverage') or 0):.0f}",
     "bytes_down": _bytes("down"),

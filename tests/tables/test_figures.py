@@ -371,8 +371,8 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
 
 
 def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
-    table.show = ["macro_f1", "auc", "by_class"]
-    assert "finished cells without macro_f1, auc, by_class: 6; to add them, repeat the " in write(table)
+    table.show = ["macro_f1", "auc", "calibration_error", "by_class"]
+    assert "finished cells without macro_f1, auc, calibration_error, by_class: 6; to add them, repeat the " in write(table)
     header = ["client", "class", "predicted", "evaluated_samples"]
     for cell in table.cells_of("ours_1", "easy"):
         rows: list[dict[str, Any]] = [
@@ -380,6 +380,8 @@ def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
             for n, row in enumerate(read_csv(cell.folder / "clients.csv"))
         ]
         rows[0]["auc"] = 0.25 if cell.seed else math.nan
+        # as of clients whose models are not finite
+        rows[1]["calibration_error"] = rows[2]["calibration_error"] = 0.25 if cell.seed else math.nan
         write_csv(cell.folder / "clients.csv", rows)
         counts = [(0, 0, 0, 3), (1, 0, 2, 1), (1, 2, 2, cell.seed), (2, 2, 0, 2 - cell.seed)]
         # a class that the first seed does not have
@@ -389,11 +391,17 @@ def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
     text = write(table)
     # by seed 15, 25 and 35 %; class 1 is of no client, class 2 is right for seed 1 half, for 2 wholly
     assert rows_below("easy:", text, 3) == [
-        ["method", "macro F1, %", "AUC, %", "accuracy by class, %"],
-        ["ours_1", "25.0 ± 10.0", "25.0 ± 0.0 (11 of 12 clients)", "75.0 - 50.0 100.0"],
+        ["method", "macro F1, %", "AUC, %", "calibration error, %", "accuracy by class, %"],
+        [
+            "ours_1",
+            "25.0 ± 10.0",
+            "25.0 ± 0.0 (11 of 12 clients)",
+            "25.0 ± 0.0 (10 of 12 clients)",
+            "75.0 - 50.0 100.0",
+        ],
         ["theirs"],
     ]
-    assert "finished cells without macro_f1, auc, by_class: 3;" in text
+    assert "finished cells without macro_f1, auc, calibration_error, by_class: 3;" in text
     ours, theirs, *_ = read_csv(table.folder / "table.csv")
     assert float(ours["macro_f1"]) == pytest.approx(0.25)
     assert float(ours["macro_f1_std_over_seeds"]) == pytest.approx(0.1)
