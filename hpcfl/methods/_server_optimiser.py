@@ -39,12 +39,13 @@ class ServerOptimiser:
 
     def __init__(self, settings: ServerConfig, names: Sequence[str], layers: Sequence[Layer]) -> None:
         self._optimiser, self._constants, self._layers = settings.optimiser, settings.in_use(), layers
-        self._names = () if settings.optimiser is None else tuple(names)
+        self.names = () if settings.optimiser is None else tuple(names)
+        """Tensors of the server's state that it moves; none without an optimiser."""
 
     def initial(self, server: Tensors) -> Tensors:
         """Return m and v at the start, as a part of the server's state."""
         moments = {}
-        for name in self._names:
+        for name in self.names:
             if name in server:
                 moments[FIRST + name] = torch.zeros_like(server[name])
                 if self._has_second:
@@ -57,7 +58,7 @@ class ServerOptimiser:
         Returns x and what was sent in its place, of each tensor that the method is about to average.
         """
         before = {}
-        for name in self._names:
+        for name in self.names:
             if name in server:
                 x = server[name]
                 before[name] = x, sent.get(name, x)

@@ -31,7 +31,7 @@ from hpcfl.methods.hook_results import (
     unchanged,
     unchanged_state,
 )
-from hpcfl.parameters import ParameterLayout
+from hpcfl.parameters import ParameterLayout, columns
 from hpcfl.privacy import PrivateUploads
 from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
@@ -64,8 +64,9 @@ class MethodAdapter:
             method.traits.eval_after == "download"
             and type(method).model_after_training is Method.model_after_training
         )
-        self._sent_as_is: list[str] = []
-        """Tensors of the server's state that the round's download has as they are, but for a codec."""
+        self._sent_places: list[tuple[str, str, tuple[Sequence[int], Sequence[int], int]]] = []
+        """Averaged tensors that clients of the round get as they are, but for a codec, whole or in parts: the
+        tensor's name in the server's state, the part's in the message, and its shape, strides and start."""
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
         context = method.context
         self._private = PrivateUploads(
@@ -131,7 +132,7 @@ class MethodAdapter:
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
         message = self._sent("download", server, cohort)
-        self._sent_as_is = [name for name, tensor in message.shared.items() if tensor is server.get(name)]
+        self._sent_places = [*self._places(message, server)]
         return message
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
@@ -160,6 +161,28 @@ class MethodAdapter:
             message = self._message(own, self._seeded(hook, server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
+    def _places(self, message: Message, server: State) -> Iterator[tuple[str, str, tuple[Any, Any, int]]]:
+        """Yield the tensors of a message that lie in the memory of an averaged one, as in `_sent_places`."""
+        for name in self._optimiser.names:
+            x = server.get(name)
+            if x is None or not x.is_contiguous():
+                continue
+            for part, tensor in message.shared.items():
+                start = (tensor.data_ptr() - x.data_ptr()) // x.element_size()
+                if 0 <= start < x.numel():
+                    yield name, part, (tensor.shape, tensor.stride(), start)
+
+    def _as_sent(self, server: State, sent: Message) -> State:
+        """Return averaged tensors with what clients received in the place of what was sent of them."""
+        found: State = {}
+        for name, part, place in self._sent_places:
+            view = found.setdefault(name, server[name].clone()).as_strided(*place)
+            mask = sent.layer_mask.get(part)
+            # layers that are not sent arrive as zero, except with a mask for each client
+            is_sent = mask is None or mask.ndim > 1 or columns(self.method.layers, mask)
+            view.copy_(sent.shared[part].where(torch.as_tensor(is_sent), view))
+        return found
+
     def needs_request(self, round: int) -> bool:
         """Return whether clients answer this round's download with a request."""
         return isinstance(self.method, TwoPhaseMethod) and self.method.needs_request(round)
@@ -177,7 +200,9 @@ class MethodAdapter:
         assert isinstance(self.method, TwoPhaseMethod)
         with self._state_of_kind("server_response", server):
             response = self._seeded("server_response", server, cohort, requests)
-        return self._message("server_response", response, len(cohort))
+        message = self._message("server_response", response, len(cohort))
+        self._sent_places += self._places(message, server)
+        return message
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
@@ -203,7 +228,7 @@ class MethodAdapter:
         """
         sent: State = {}
         if up.sent is not None and len(cohort):
-            sent = {name: up.sent.shared[name] for name in self._sent_as_is}
+            sent = self._as_sent(server, up.sent)
         before, unnoised = self._optimiser.before(server, sent), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):

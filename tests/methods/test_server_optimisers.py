@@ -109,6 +109,26 @@ def test_momentum_of_coded_rounds_is_that_of_the_clients_moves() -> None:
     torch.testing.assert_close(run.server["server_m/theta"], expected, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "keys"),
+    [
+        ("fedmn", "theta", ["method.architecture=[2,2]", "method.pretrain_rounds=1", "method.router_lr=1e-12"]),
+        ("pfedmb", "branches", []),
+        ("fedper", "theta", []),
+    ],
+)
+@pytest.mark.parametrize("codec", ["int8", "float16"])
+def test_rounding_of_a_model_that_is_sent_in_parts_is_no_step_either(
+    name: str, tensor: str, keys: list[str], codec: str
+) -> None:
+    """Clients do not move."""
+    coded = [f"comm.codec={codec}", "server.optimiser=adam", "train.lr=1e-12", "train.rounds=3", *keys]
+    run = Run(f"method.name={name}", *coded)
+    start = Run(f"method.name={name}", "train.lr=1e-12", "train.rounds=3", *keys).server[tensor]
+    assert run.server[f"server_m/{tensor}"].abs().max() < 1e-7
+    torch.testing.assert_close(run.server[tensor], start, rtol=0, atol=1e-5)
+
+
 def test_a_method_that_sends_another_model_than_the_server_has_steps_from_the_server_s() -> None:
     """Momentum with lr 1 and without memory is the method's own step."""
 
