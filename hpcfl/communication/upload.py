@@ -63,7 +63,8 @@ class Upload(ABC):
         Shares [K, S] are of whole rows, shares [K, S, ..., L] of the layers of rows [S, ..., P]; `sizes` are
         those of the layers. A share of 0 leaves the client out, whatever its numbers are. Products are
         rounded to about 2 ** -61 of the largest possible sum in the same 32,768 columns, which is more exact
-        than a sum in float32; the sum is nan where a product is nan or infinite.
+        than a sum in float32 for all numbers but those that are 2 ** 37 times smaller than the largest of
+        these columns; the sum is nan where a product is nan or infinite.
         """
 
     def collect(self, *names: str) -> dict[str, Tensor]:

@@ -295,8 +295,6 @@ class MethodAdapter:
         """Call a hook that returns models and writes no state, and add running statistics to its models."""
         with clients.read_only(), self._on_clients(hook, clients, down, *more):
             models = self._message(hook, getattr(self.method, hook)(clients, down, *more), len(clients))
-        for name, tensor in models.tensors.items():
-            check_type(self._hook(hook), name, tensor)
         needs_theta = self.method.traits.predicts_by == "network" and not hook.startswith("model_after")
         if needs_theta and "theta" not in models:
             names = ", ".join(models.names) or "nothing"

@@ -75,6 +75,7 @@ def check_tensors(hook: str, tensors: Tensors) -> None:
             raise TypeError(f"{hook}: {name!r} is a {type(value).__name__}; give a torch.Tensor")
         if value.requires_grad:
             raise TypeError(f"{hook}: {name!r} has a graph for gradients; give {name}.detach()")
+        check_type(hook, name, value)
 
 
 def check_rows(hook: str, tensors: Tensors, count: int) -> None:
@@ -100,15 +101,14 @@ def check_state(hook: str, state: Tensors) -> None:
                 f"{hook}: {name!r} is a single number; checkpoints hold tensors with an axis, such as "
                 "torch.zeros(1)"
             )
-        check_type(hook, name, value)
 
 
 def check_type(hook: str, name: str, value: Tensor) -> None:
-    """Raise TypeError for a tensor that no checkpoint can hold."""
+    """Raise TypeError for a tensor that no message and no checkpoint can hold."""
     if value.layout != torch.strided or value.dtype not in _TYPES:
         raise TypeError(
-            f"{hook}: {name!r} is of type {value.dtype} ({value.layout}); checkpoints hold dense tensors of "
-            "booleans, integers, float16, float32 or float64"
+            f"{hook}: {name!r} is of type {value.dtype} ({value.layout}); messages and checkpoints hold "
+            "dense tensors of booleans, integers, float16, float32 or float64"
         )
 
 

@@ -28,7 +28,10 @@ from hpcfl.communication.communicator import (
 from hpcfl.communication.interconnect import measured
 from hpcfl.errors import BAD_INPUT, MAX_CHARACTERS, StorageError, UserError
 
-DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
+DTYPES = (
+    *(torch.float16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
 
 
 def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:

@@ -71,6 +71,11 @@ def raises(expected: str, base: type[Method] = FedAvg, *keys: str, **hooks: Any)
             "'a' and 'a/b' exclude each other; rename one",
         ),
         ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
+        (
+            "download",
+            Message(shared={"x": torch.zeros(2, dtype=torch.bfloat16)}),
+            "'x' is of type torch.bfloat16 .* messages and checkpoints hold dense tensors",
+        ),
         ("download", Message(shared={"theta": 1.0}), "'theta' is a float; give a torch.Tensor"),
         (
             "download",
