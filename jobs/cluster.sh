@@ -9,6 +9,8 @@
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit
 export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
+# after sbatch --export=NONE, srun would give ranks none of this
+export SLURM_EXPORT_ENV=ALL
 # Open MPI gives ranks a terminal, and a bar on it would fill the job's output.
 export TTY_COMPATIBLE=0
 # they would hide jobs from squeue, or give its times another form
@@ -65,8 +67,11 @@ count_start() {
         requeues=$(($(note requeues) + 1))
     fi
     saved_before=$(note saved)
-    echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before"
-    echo "$requeues" >"$HPCFL_JOB_NOTES/requeues"
+    # without notes, a requeued job with --fresh would start over
+    if ! { echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before" && echo "$requeues" >"$HPCFL_JOB_NOTES/requeues"; }; then
+        say "cannot write $HPCFL_JOB_NOTES; free space, and submit the command again, without --fresh, to resume" >&2
+        exit 74
+    fi
     if [ "$requeues" -gt "$max_requeues" ]; then
         give_up
         exit 1
@@ -76,7 +81,7 @@ count_start() {
 give_up() {
     say "requeued $requeues times in a row without a new round, and ends: a round and its checkpoint may take longer" \
         "than the job may run, or it is pre-empted before. Give it more time (--time) or starts (MAX_REQUEUES before" \
-        "sbatch), and submit the same command again to resume" >&2
+        "sbatch), and submit the command again, without --fresh, to resume" >&2
 }
 
 # SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
@@ -194,7 +199,7 @@ end_job() {
         say "stopped at a checkpoint (exit code 75), is requeued"
         patiently scontrol requeue "$task" && exit 0
     fi
-    say "stopped at a checkpoint (exit code 75), not requeued; submit the same command again to resume" >&2
+    say "stopped at a checkpoint (exit code 75), not requeued; submit the command again, without --fresh, to resume" >&2
     exit 75
 }
 

@@ -168,7 +168,7 @@ def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: P
 def test_without_an_answer_a_job_has_no_end_time_and_is_not_requeued(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=99)
     assert (done.code, done.end_time) == (STOPPED, "")
-    assert "not requeued; submit the same command again to resume" in done.printed
+    assert "not requeued; submit the command again, without --fresh, to resume" in done.printed
     assert notes(submit) == ["7"]
 
 
@@ -191,6 +191,14 @@ def test_notes_of_finished_jobs_are_deleted(submit: Path, end: str, left: list[s
     os.utime(forgotten, (time.time() - week_s, time.time() - week_s))
     job(submit, "train.sbatch", [end])
     assert notes(submit) == sorted(["6", *left])
+
+
+def test_a_job_that_cannot_keep_notes_starts_nothing(submit: Path) -> None:
+    """Else a requeued job with --fresh would not know that it has saved a round, and start over."""
+    (submit / "runs" / ".jobs" / "7" / "saved_before").mkdir(parents=True)
+    done = job(submit, "train.sbatch", [f"{FINISHED}"])
+    assert (done.code, done.starts) == (STORAGE_ERROR, [])
+    assert "runs/.jobs/7; free space, and submit the command again, without --fresh" in done.printed
 
 
 def test_notes_of_jobs_that_slurm_knows_are_kept_also_if_it_does_not_answer(submit: Path) -> None:
