@@ -170,8 +170,7 @@ def _run_cells(
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
         name = f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}"
-        if user := _user(cell, world):
-            say(f"{name} is in use by {user}, which runs it")
+        if _is_in_use(cell, name, world, say):
             continue
         say(f"{name}{left}")
         if world.is_server:
@@ -183,6 +182,9 @@ def _run_cells(
                 cell.config, cell.folder, world, stop, command, fresh=fresh, quiet=quiet, is_cell=True
             )
         except UserError as error:
+            # another command began with it while this one read the data
+            if _is_in_use(cell, name, world, say):
+                continue
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             note = DIVERGED_NOTE if isinstance(error, DivergedError) else None
@@ -203,14 +205,17 @@ def _run_cells(
     return False, failed
 
 
-def _user(cell: Cell, world: Communicator) -> str:
-    """Return which other process runs a cell; "" if none does. Collective."""
+def _is_in_use(cell: Cell, name: str, world: Communicator, say: Callable[[str], None]) -> bool:
+    """Return, and say, whether another process runs a cell. Collective."""
     user = ""
     # the run itself reports a folder that cannot be read
     with suppress(OSError):
         found = holder(cell.folder) if world.is_server else None
         user = (found.owner or "another process") if found and found.is_seen else ""
-    return world.broadcast_bytes(user.encode()).decode()
+    user = world.broadcast_bytes(user.encode()).decode()
+    if user:
+        say(f"{name} is in use by {user}, which runs it")
+    return bool(user)
 
 
 def _note(cell: Cell, text: str | None) -> None:

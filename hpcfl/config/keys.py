@@ -138,8 +138,8 @@ class DataConfig(Settings):
     """Use a seeded random share of the source; the class frequencies stay about the same."""
     normalise: str | list[list[float]] = "auto"
     """`auto` (the source's constants; for series and features: `standard`), `standard` (mean 0 and deviation
-    1 of each channel or feature over the training samples of the clients in training), `none`, `half`, a source's name,
-    or [[means], [deviations]]. Tokens are not normalised."""
+    1 of each channel or feature over the training samples of the clients in training), `none`, `half`, a
+    source's name, or [[means], [deviations]]. Tokens are not normalised."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     """Seed of subset, partition, unseen clients, `data.shift` and `data.label_noise`; default: run.seed."""
     unseen_clients: Annotated[float | None, Field(ge=0, lt=1), means_null(0)] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Tensors
 from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
+from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.reading import Columns
 from hpcfl.storage.snapshot import DataRecord
 
@@ -96,14 +98,15 @@ def _export_one(
     for kind in kinds:
         file = stem.with_name(f"{stem.name}{kind}")
         if kind == ".pt":
-            torch.save(weights, file)
+            torch.save(weights, whole := io.BytesIO())
+            replace_file(file, whole.getvalue())
         elif kind == ".safetensors":
             _write_safetensors(weights, recipe, file)
         elif not _write_whole(models, client, file):
             continue
         yield file
     beside = stem.with_name(f"{stem.name}.json")
-    beside.write_text(json.dumps(recipe, indent=1) + "\n")
+    replace_file(beside, json.dumps(recipe, indent=1) + "\n")
     yield beside
 
 
@@ -149,10 +152,10 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
 def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
     """Write weights with the description as metadata; entries that are not text are JSON."""
     # imported here: few commands need it
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in recipe.items()}
-    save_file(weights, path, metadata)
+    replace_file(path, save(weights, metadata))
 
 
 def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
@@ -172,5 +175,6 @@ def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
     except Exception as error:
         LOG.warning(f"no {path}: torch.export cannot follow the network: {one_line(error)}")
         return False
-    torch.export.save(whole, path)
+    torch.export.save(whole, written := io.BytesIO())
+    replace_file(path, written.getvalue())
     return True

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REMEDIES = {
+    **dict.fromkeys(NO_ROOM, "free space on the disk (see df -h and your quota)"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
+}
+"""What helps where a file cannot be written, by the number of the error."""
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:

@@ -20,6 +20,7 @@ from hpcfl.config.load import differences
 from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.parameters import ParameterLayout
+from hpcfl.storage.atomic import NO_ROOM, REMEDIES
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.ledger import (
@@ -40,13 +41,6 @@ LOG = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """Name of config.yaml until it is complete; a killed run may leave it."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REMEDIES = {
-    **dict.fromkeys(_NO_ROOM, "free space on the disk (see df -h and your quota)"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
-}
-"""What helps where a file cannot be written, by the number of the error."""
 
 
 class RunFolder:
@@ -89,7 +83,9 @@ class RunFolder:
         if not self.path.exists():
             return
         if not self._is_ours():
-            raise UserError(f"{self.path} exists but is not a run folder; name another with --out DIR")
+            raise UserError(
+                f"{self.path} exists but is not a run folder; delete it, or name another with --out DIR"
+            )
         recorded = None if fresh else self._recorded()
         if recorded is None:
             return
@@ -157,9 +153,9 @@ class RunFolder:
             self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
-            if error.errno in _NO_ROOM:
+            if error.errno in (*NO_ROOM, errno.EROFS):
                 raise StorageError(
-                    f"{problem}; {_REMEDIES[error.errno]} and rerun the same command to resume"
+                    f"{problem}; {REMEDIES[error.errno]} and rerun the same command to resume"
                 ) from error
             raise UserError(f"{problem}; name another with --out DIR") from error
 
@@ -287,7 +283,7 @@ class RunFolder:
             self._end_if_lost()
             raise StorageError(
                 f"{self.path}: {what} cannot be written: {error.strerror or error}; {self.last_good()}; "
-                f"{_REMEDIES.get(error.errno or 0, 'check the disk')} and rerun the same command to resume"
+                f"{REMEDIES.get(error.errno or 0, 'check the disk')} and rerun the same command to resume"
             ) from error
 
     def _end_if_lost(self) -> None:

@@ -83,7 +83,13 @@ class Cell:
         Where they name no file of the user's own, it may have read its data from any.
         """
         run = self._run
-        return run if run is not None and not self._differences(run) and run.is_finished else None
+        if run is None or self._differences(run):
+            return None
+        try:
+            # a run whose file is damaged writes it again, from its checkpoint
+            return run if run.is_finished and run.clients else None
+        except UserError:
+            return None
 
     @property
     def changes(self) -> list[str]:

@@ -8,10 +8,10 @@ from math import isnan
 from pathlib import Path
 
 from hpcfl.config.keys import Chosen, Params
-from hpcfl.errors import UserError
+from hpcfl.errors import StorageError, UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
-from hpcfl.storage.atomic import csv_text, replace_file
+from hpcfl.storage.atomic import NO_ROOM, REMEDIES, csv_text, replace_file
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
@@ -181,10 +181,13 @@ def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
 def _write_files(
     folder: Path, files: Mapping[str, str | bytes], advice: str = "name another with --out DIR"
 ) -> None:
-    """Write files by name; UserError where that is not possible."""
+    """Write files by name; UserError where that is not possible, StorageError without room."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, content)
     except OSError as error:
-        raise UserError(f"cannot write the table in {folder}: {error.strerror}; {advice}") from error
+        problem = f"cannot write the table in {folder}: {error.strerror}"
+        if error.errno in NO_ROOM:
+            raise StorageError(f"{problem}; {REMEDIES[error.errno]} and rerun the same command") from error
+        raise UserError(f"{problem}; {advice}") from error

@@ -196,7 +196,9 @@ def test_folders_that_are_no_run_folders_are_refused(
     for out in (folder, folder / "draft.txt"):
         for fresh in ([], ["--fresh"]):
             message = refused(capsys, *TINY, *fresh, "--out", out)
-            assert f"{out} exists but is not a run folder; name another with --out DIR" in message
+            assert (
+                f"{out} exists but is not a run folder; delete it, or name another with --out DIR" in message
+            )
     assert "cannot write the run folder" in refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["letters"]

@@ -112,7 +112,11 @@ def test_momentum_of_coded_rounds_is_that_of_the_clients_moves() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "keys"),
     [
-        ("fedmn", "theta", ["method.architecture=[2,2]", "method.pretrain_rounds=1", "method.router_lr=1e-12"]),
+        (
+            "fedmn",
+            "theta",
+            ["method.architecture=[2,2]", "method.pretrain_rounds=1", "method.router_lr=1e-12"],
+        ),
         ("pfedmb", "branches", []),
         ("fedper", "theta", []),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import sys
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import hpcfl
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.results.export import KINDS
 from hpcfl.results.run import Run
 
 
@@ -386,6 +388,19 @@ def test_a_run_names_the_version_of_its_own_code_that_it_needs(
     method.write_text(OWN_METHOD + "\n")
     changed = refused(capsys, "compare", run, place.run("local").path)
     assert f"{made_with} is not the file of this configuration: its code is " in changed
+
+
+def test_a_full_disk_is_reported_in_one_line(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place.run("fedavg").path
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for kind in KINDS:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+        error = refused(capsys, "export", run, "--client", "3", "--out", tmp_path / f"model{kind}")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert f"cannot write {tmp_path / 'model'}{kind}: File too large; give another --out" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_are_reported_in_one_line(

@@ -176,6 +176,16 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
     resume(folder)
 
 
+def test_a_run_whose_disk_has_become_read_only_is_to_be_resumed_in_its_folder(
+    settings: list[str], unfinished: Path, small_disk: Path, capfd: Capture
+) -> None:
+    folder = shutil.copytree(unfinished, small_disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert run_here(folder, settings) == STORAGE_ERROR
+    expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {AGAIN}"
+    assert the_error(capfd).endswith(expected)
+
+
 def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
     settings: list[str], resume: Resume, unfinished: Path, small_disk: Path, capfd: Capture
 ) -> None:

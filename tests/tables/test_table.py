@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import time
@@ -22,8 +23,18 @@ import yaml
 from bits import differing, read_csv, refused, run_here, tiny_settings
 from processes import REPOSITORY, Mpirun, forked
 
-from hpcfl.config.keys import ENVIRONMENT
-from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError
+from hpcfl.commands import table as table_command
+from hpcfl.config.keys import ENVIRONMENT, Config
+from hpcfl.errors import (
+    BAD_INPUT,
+    DIVERGED,
+    FINISHED,
+    OUT_OF_MEMORY,
+    STOPPED,
+    STORAGE_ERROR,
+    ForcedStop,
+    StorageError,
+)
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.storage.lock import FolderLock
@@ -444,6 +455,51 @@ def test_a_cell_that_another_command_runs_is_left_to_it(
     assert not err
     assert table(half, *words, "--quiet") == FINISHED
     assert [row["seeds"] for row in figures(half)] == ["2", "2"]
+
+
+def test_a_cell_that_another_command_begins_at_the_same_moment_is_left_to_it(
+    words: list[str], half: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, locks, run = half / "fedavg-s0", [], table_command.run
+
+    def beaten(config: Config, cell: Path, *more: Any, **options: Any) -> Any:
+        if cell == folder:
+            folder.mkdir()
+            locks.append(FolderLock(folder))
+        return run(config, cell, *more, **options)
+
+    monkeypatch.setattr(table_command, "run", beaten)
+    assert table(half, *words) == FINISHED
+    out, err = capsys.readouterr()
+    assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
+    assert "1 of 4 cells are missing\n" in out
+    assert not err
+    locks[0].release()
+
+
+@pytest.mark.parametrize("text", ["", "client,accuracy\n0,0.5\n"])
+def test_a_cell_with_a_damaged_file_writes_it_again(
+    words: list[str], copied: Path, finish: Finish, text: str
+) -> None:
+    file = copied / "fedavg-s0" / "clients.csv"
+    before = file.read_bytes()
+    file.write_text(text)
+    assert "missing" not in finish(copied, *words)
+    assert file.read_bytes() == before
+
+
+def test_a_full_disk_is_named_when_the_table_is_written(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, (soft, hard) = files(copied), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    code = table(copied, *words)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == STORAGE_ERROR
+    error = capsys.readouterr().err
+    assert f"cannot write the table in {copied}: File too large; free space on the disk" in error
+    assert "rerun the same command" in error
+    assert files(copied) == before
 
 
 def test_a_cell_that_has_diverged_is_marked(words: list[str], copied: Path, tmp_path: Path) -> None:
