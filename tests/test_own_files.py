@@ -417,10 +417,25 @@ def test_a_bug_of_hpcfl_below_a_user_s_call_is_a_traceback(
 ) -> None:
     (tmp_path / "own.py").write_text(FAULTY.format("return super().train(clients, down)"))
     # an error of Python's own in a function of hpcfl
-    monkeypatch.setattr("hpcfl.methods.fedavg.Message", None)
+    monkeypatch.setattr("hpcfl.training.client_group.Descent", None)
     given = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run"), "--quiet"]
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable") as raised:
         main(["run", *given])
+    (note,) = raised.value.__notes__
+    assert note.startswith(f"{tmp_path / 'own.py'}, line 6, in train, has led to this: check what it passes")
+
+
+def test_a_wrong_shape_on_ranks_is_a_traceback_that_ends_with_the_user_s_line(
+    tmp_path: Path, mpirun: Mpirun
+) -> None:
+    shorter = "clients.sgd(down['theta'], extra_gradient=lambda theta, members: theta[:, :5])"
+    (tmp_path / "own.py").write_text(FAULTY.format(shorter))
+    given = [*TINY, f"method.path={tmp_path / 'own.py'}", "--out", str(tmp_path / "run")]
+    done = mpirun(3, "-m", "hpcfl.main", *given, check=False)
+    assert done.returncode == FAULT
+    assert "Traceback" in done.stderr
+    expected = rf"^RuntimeError: .*must match.*\n{tmp_path / 'own.py'}, line 6, in train, has led to this"
+    assert re.search(expected, done.stderr, re.MULTILINE)
 
 
 def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
@@ -445,6 +460,10 @@ def test_a_mistake_on_ranks_is_one_line(tmp_path: Path, mpirun: Mpirun) -> None:
         (
             "def train(self, clients, down): clients.sgd(down['theta'].unsqueeze(1))",
             "got theta of shape [1, 1, {P}]; expected: models [1, P]; other tensors need",
+        ),
+        (
+            "def train(self, clients, down): clients.samples('valid', 0)",
+            "clients have no samples of 'valid'; allowed: train, val, test",
         ),
     ],
 )

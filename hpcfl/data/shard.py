@@ -102,6 +102,8 @@ class Shard:
         return self.y[self._part(split, local_client)]
 
     def _part(self, split: str, local_client: int) -> slice:
+        if split not in self.offset:
+            raise ValueError(f"clients have no samples of {split!r}; allowed: {', '.join(self.offset)}")
         start = int(self.offset[split][local_client])
         return slice(start, start + int(self.count[split][local_client]))
 
