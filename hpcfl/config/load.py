@@ -118,12 +118,13 @@ def merge(
     for key, value in pairs:
         node = changed
         *groups, last = key.split(".")
-        for group in groups:
+        for depth, group in enumerate(groups, start=1):
             if node.get(group) is None:
                 node[group] = {}
             node = node[group]
             if not isinstance(node, dict):
-                raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys; drop one")
+                whole = ".".join(groups[:depth])
+                raise UserError(f"{whole}={node} is a group of keys, such as {key}; leave {whole}={node} out")
         node[last] = value
     return changed
 

@@ -36,6 +36,8 @@ MODELS: dict[str, Model] = {
     "vit": Vit("torchvision's vision transformer, by default 6 layers of width 192 on patches of 4x4"),
 }
 
+TOKENS_OR_FEATURES = " (whole numbers [n, length] are tokens; give features as floats)"
+
 SEED = 0
 """Of dropout and the like, when a network is checked."""
 
@@ -53,7 +55,7 @@ def build_network(
     if name not in fitting:
         raise UserError(
             f"model.name={name} takes {' or '.join(model.kinds)}, and the data are {sample}; allowed: "
-            f"{', '.join(fitting)}"
+            f"{', '.join(fitting)}" + (TOKENS_OR_FEATURES if sample.kind == "tokens" else "")
         )
     shortest = min(sample.shape[1:] or sample.shape)
     if shortest < model.smallest_side:

@@ -132,6 +132,11 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         if arrays.domains and owner is not None:
             parts = partition_in_domains(name, options, y, request, owner, arrays.domains)
         else:
+            if owner is not None and SOURCES[data.source].partition != "given":
+                LOG.warning(
+                    f"data.partition.name={name} makes clients of its own, and does not use those of the data; "
+                    "data.partition.name=given takes these"
+                )
             parts = partition(name, options, y, request)
     num_unseen = data.num_unseen(len(parts))
     if num_unseen:

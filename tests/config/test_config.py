@@ -220,7 +220,7 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
         ("train.lr=-1 method.name=fedem", "(default: 0.15)"),
         ("data.layout=HWC", "=HWC is invalid; allowed: NHWC, NCHW, NCL, NLC or null (default: null)"),
         ("method=fedavg", "=fedavg is invalid: method is a group of keys, such as method.name; see"),
-        ("train=3 train.rounds=3", "train is set to 3 and cannot hold keys"),
+        ("train=3 train.rounds=3", "train=3 is a group of keys, such as train.rounds; leave train=3 out"),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         ("comm.topk_ratio=0.1", "=0.1 needs comm.codec=topk; set that, or comm"),

@@ -322,7 +322,9 @@ def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [lambda n: f"ward {n}", lambda n: f"ward {n}".encode(), lambda n: 7 * n])
-def test_clients_keep_the_names_that_an_npz_gives_them(of: Callable[[int], Any], tmp_path: Path) -> None:
+def test_clients_keep_the_names_that_an_npz_gives_them(
+    of: Callable[[int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     number = np.repeat(np.arange(8), 6)
     # the first feature tells whose a sample is
     x = np.stack([number, np.arange(48)], axis=1).astype(np.float32)
@@ -336,7 +338,11 @@ def test_clients_keep_the_names_that_an_npz_gives_them(of: Callable[[int], Any],
     texts = [name.decode() if isinstance(name := of(n), bytes) else str(name) for n in whose]
     assert texts_of_clients(config, arrays, parts) == {"name": texts}
     others = load_config(None, [*words[:2], "data.partition.name=iid", "data.clients=5", "model.name=mlp"])
+    assert caplog.messages == []
     assert texts_of_clients(others, *load_data(others)) == {}
+    (message,) = caplog.messages
+    assert message.startswith("data.partition.name=iid makes clients of its own, and does not use those of")
+    caplog.clear()
 
 
 def test_bundled_tables_and_texts_are_read() -> None:
