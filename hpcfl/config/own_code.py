@@ -345,7 +345,7 @@ def note_own_call(error: BaseException) -> None:
 
 
 def _frames(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
-    """Return the frames of an error in users' files and hpcfl, without other libraries, and the users' own."""
+    """Return the frames of an error in users' files and hpcfl, not in other libraries, and the users' own."""
     files = {module.__file__ for name, module in sys.modules.items() if name.startswith(OWN_MODULE)}
     frames = [
         frame

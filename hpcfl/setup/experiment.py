@@ -134,8 +134,8 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         else:
             if owner is not None and SOURCES[data.source].partition != "given":
                 LOG.warning(
-                    f"data.partition.name={name} makes clients of its own, and does not use those of the data; "
-                    "data.partition.name=given takes these"
+                    f"data.partition.name={name} makes clients of its own, and does not use those of the "
+                    "data; data.partition.name=given takes these"
                 )
             parts = partition(name, options, y, request)
     num_unseen = data.num_unseen(len(parts))

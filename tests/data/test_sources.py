@@ -342,7 +342,6 @@ def test_clients_keep_the_names_that_an_npz_gives_them(
     assert texts_of_clients(others, *load_data(others)) == {}
     (message,) = caplog.messages
     assert message.startswith("data.partition.name=iid makes clients of its own, and does not use those of")
-    caplog.clear()
 
 
 def test_bundled_tables_and_texts_are_read() -> None:
