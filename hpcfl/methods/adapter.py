@@ -177,10 +177,11 @@ class MethodAdapter:
         found: State = {}
         for name, part, place in self._sent_places:
             view = found.setdefault(name, server[name].clone()).as_strided(*place)
-            mask = sent.layer_mask.get(part)
+            received, mask = sent.shared[part], sent.layer_mask.get(part)
             # layers that are not sent arrive as zero, except with a mask for each client
-            is_sent = mask is None or mask.ndim > 1 or columns(self.method.layers, mask)
-            view.copy_(sent.shared[part].where(torch.as_tensor(is_sent), view))
+            if mask is not None and mask.dim() == 1:
+                received = received.where(columns(self.method.layers, mask), view)
+            view.copy_(received)
         return found
 
     def needs_request(self, round: int) -> bool:
