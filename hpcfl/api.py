@@ -6,7 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -88,22 +88,36 @@ def run(
 @contextmanager
 def _libraries_of_a_new_process() -> Iterator[None]:
     """Give a run torch's own defaults, and the caller theirs back, and NumPy's and Python's generators."""
-    device = torch.get_default_device()
     with ExitStack() as at_exit:
         at_exit.callback(np.random.set_state, np.random.get_state())
         at_exit.callback(random.setstate, random.getstate())
         at_exit.callback(torch.set_num_threads, torch.get_num_threads())
         at_exit.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
-        for backend, flag in ((cudnn, "deterministic"), (cudnn, "allow_tf32"), (products, "allow_tf32")):
-            at_exit.callback(setattr, backend, flag, getattr(backend, flag))
-        if device.type != "cpu":
-            at_exit.callback(torch.set_default_device, device)
-            torch.set_default_device(None)
+        cudnn = torch.backends.cudnn
+        at_exit.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        _restore_precision(at_exit)
+        for kind in ("cpu", "cuda"):
+            at_exit.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
+            torch.set_autocast_enabled(kind, False)
+        if torch.get_default_device().type != "cpu":
+            at_exit.enter_context(torch.device("cpu"))
         at_exit.enter_context(torch.inference_mode(False))
         at_exit.enter_context(torch.enable_grad())
         yield
+
+
+def _restore_precision(at_exit: ExitStack) -> None:
+    """Give a GPU's products their precision back at the end, which torch keeps twice since version 2.9."""
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    for backend in (products, *(getattr(cudnn, name) for name in ("conv", "rnn") if hasattr(cudnn, name))):
+        if hasattr(backend, "fp32_precision"):
+            at_exit.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+    # the older of the two cannot be read after the newer one was set; as the other, it sets both
+    with suppress(RuntimeError):
+        at_exit.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+    with suppress(RuntimeError):
+        at_exit.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
 
 
 def _config(

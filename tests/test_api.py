@@ -7,6 +7,7 @@ import linecache
 import logging
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import pytest
 import torch
 from bits import differing
 from conftest import forgetting_own_code
-from processes import Mpirun
+from processes import Mpirun, clean_environment
 from torch.utils.data import TensorDataset
 
 import hpcfl
@@ -126,6 +127,53 @@ def test_what_a_caller_has_set_in_torch_changes_no_run_and_stays_set(
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert not differing(plain.path, set_before.path)
+
+
+def test_a_caller_s_autocast_and_device_change_no_run(tmp_path: Path) -> None:
+    plain = run(method="fedavg", out=tmp_path / "plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        inside = run(method="fedavg", out=tmp_path / "inside")
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_device().type == "meta"
+    assert not differing(plain.path, inside.path)
+
+
+PRECISIONS = [
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+]
+PRECISION_OF_A_CALLER = """
+import sys, torch, hpcfl
+def known(*readings):
+    found = []
+    for read in readings:
+        try:
+            found.append(read())
+        except RuntimeError:
+            found.append("of two minds")
+    return found
+cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+READINGS = (
+    torch.get_float32_matmul_precision, lambda: cuda.allow_tf32, lambda: cudnn.allow_tf32,
+    lambda: cuda.fp32_precision, lambda: cudnn.conv.fp32_precision, lambda: cudnn.rnn.fp32_precision,
+)
+exec(sys.argv[1])
+before = known(*READINGS)
+SMALL = "train.rounds=1", "data.clients=3", "data.per_client=20"
+hpcfl.run(*SMALL, method="fedavg", out=sys.argv[2], quiet=True)
+assert known(*READINGS) == before, (before, known(*READINGS))
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch keeps its precision once")
+@pytest.mark.parametrize("setting", PRECISIONS)
+def test_a_caller_s_precision_of_products_stays_set(setting: str, tmp_path: Path) -> None:
+    """Each in a process of its own: torch's older and newer settings cannot be mixed, nor taken back."""
+    words = [sys.executable, "-c", PRECISION_OF_A_CALLER, setting, str(tmp_path / "run")]
+    done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 NUM_CALLS = 1

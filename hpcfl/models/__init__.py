@@ -92,7 +92,22 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
     for tensor, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
             raise UserError(f"{key}: {tensor} has momentum=None, which is not supported; allowed: a number")
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UserError(
+                f"{key}: {tensor} is a SyncBatchNorm, but each client trains alone; use BatchNorm"
+            )
+    of_body = {id(parameter): tensor for tensor, parameter in network.body.named_parameters()}
+    for tensor, parameter in network.head.named_parameters():
+        if id(parameter) in of_body:
+            raise UserError(
+                f"{key}: body.{of_body[id(parameter)]} and head.{tensor} are one parameter, and methods "
+                "divide body and head; share parameters within the body only"
+            )
     for tensor, buffer in network.named_buffers():
+        if buffer.dtype == torch.float64 != torch.get_default_dtype():
+            raise UserError(
+                f"{key}: the buffer {tensor} is {buffer.dtype}; make it {torch.get_default_dtype()}"
+            )
         if not buffer.isfinite().all():
             raise UserError(f"{key}: the buffer {tensor} is not finite; make a mask of true and false of it")
     try:

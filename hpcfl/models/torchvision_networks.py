@@ -59,6 +59,12 @@ class TorchvisionNet(Model):
         if sample.channels != 3:
             _replace_first_convolution(network.body, sample.channels)
         if options.weights is not None:
+            if sample.channels != 3:
+                raise UserError(
+                    f"model.weights={options.weights} is of a network for 3 channels, and the data are "
+                    f"{sample}; repeat the channel three times in a file of your own, or set "
+                    "model.weights=null"
+                )
             self._load(network.body, options.weights)
         return network
 

@@ -77,6 +77,20 @@ def frozen() -> nn.Module:
     return nn.Linear(6, 4).requires_grad_(False)
 
 
+class Scaled(nn.Linear):
+    """With a constant as NumPy makes them."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.register_buffer("scale", torch.ones(6, dtype=torch.float64))
+
+
+def tied() -> Network:
+    found = network(nn.Linear(6, 6), nn.Linear(6, 6))
+    found.head.weight = found.body.part.weight  # type: ignore[assignment, union-attr]
+    return found
+
+
 @pytest.mark.parametrize(
     ("built", "expected"),
     [
@@ -92,6 +106,9 @@ def frozen() -> nn.Module:
             network(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))),
             r"body\.part\.1 has momentum=None, which is not supported",
         ),
+        (network(nn.SyncBatchNorm(6)), r"body\.part is a SyncBatchNorm, .* use BatchNorm"),
+        (tied(), r"body\.part\.weight and head\.weight are one parameter"),
+        (network(Scaled()), r"the buffer body\.part\.scale is torch\.float64; make it torch\.float32"),
         (
             network(nn.Linear(5, 4)),
             "its network fails on two samples .6 features.: RuntimeError: mat1 and mat2",

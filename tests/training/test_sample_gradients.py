@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from harness import make_network
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
 from hpcfl.training import sample_gradients
 from hpcfl.training.sample_gradients import squared_gradients
@@ -96,7 +98,31 @@ BY_LAYER = {
     ),
     "linear at each position": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(40, 10)),
 }
+
+
+class Cosine(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return normalize(x, dim=1) @ normalize(self.weight, dim=1).T
+
+
+class Doubled(nn.Linear):
+    """With a hook that changes what the layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def spectral() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.spectral_norm(nn.Linear(64, 10))
+
+
 ONE_BY_ONE = {
+    "a layer of one's own": nn.Sequential(nn.Flatten(), Cosine(64, 10, bias=False)),
+    "a hook": nn.Sequential(nn.Flatten(), Doubled()),
+    "a normalised layer": nn.Sequential(nn.Flatten(), spectral()),
     "padding with other values": nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.LazyLinear(10)
     ),
