@@ -255,11 +255,13 @@ def _bytes(planner: Planner, chooses_layers: bool, config: Config) -> Iterator[s
     a_round, whole = planner.traffic()
     draws_size = config.privacy.unit == "client" and config.train.participation < 1
     about = "about " if chooses_layers or draws_size else ""
+    chosen = "; which layers clients choose shows in a run only, and may double the bytes" * chooses_layers
     if config.clients.loses_members:
         about = "without lost clients "
     yield (
         f"network: {about}{a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
         f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"
+        f"{chosen}"
     )
     for kind, called in (("buffer_", "running statistics"), ("index_", "indices")):
         down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))

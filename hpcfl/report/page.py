@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,6 @@ def _template() -> Template:
 def labels_of(runs: Sequence[Run]) -> list[str]:
     """Return names for the runs: method and folder."""
     return [
-        name if run.config.method.name in name else f"{run.config.method.name} ({name})"
+        name if run.config.method.name in re.split("[-/. ]", name) else f"{run.config.method.name} ({name})"
         for run, name in zip(runs, folder_names(runs), strict=True)
     ]

@@ -90,15 +90,22 @@ class Comparison:
         return "\n\n".join(map("\n".join, tables))
 
     def _names(self) -> list[str]:
-        """Return the name of each entry: the folder of a single run, else the method, or with equal methods
-        the keys that differ."""
+        """Return the name of each entry: the folder of a single run, else the method, if it tells entries
+        apart, and the keys in which those of one method differ."""
         if len(self.entries[0]) == 1:
             return folder_names([run for (run,) in self.entries])
         methods = [entry[0].config.method.name for entry in self.entries]
-        if len(set(methods)) == len(methods):
-            return methods
-        by_entry = [zip(self.keys, values, strict=True) for values in zip(*self.keys.values(), strict=True)]
-        return [", ".join(f"{key}={value}" for key, value in of if value is not None) for of in by_entry]
+        names = []
+        for number, method in enumerate(methods):
+            alike = [one for one, other in enumerate(methods) if other == method]
+            differing = {
+                key: values[number]
+                for key, values in self.keys.items()
+                if len({repr(values[one]) for one in alike}) > 1
+            }
+            given = (f"{key}={value}" for key, value in differing.items() if value is not None)
+            names.append(", ".join([*[method] * (len(alike) < len(methods)), *given]))
+        return names
 
 
 def num_partitions(runs: Sequence[Run]) -> int:

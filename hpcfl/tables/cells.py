@@ -113,6 +113,12 @@ class Cell:
         return differences(run.record, tree, but)
 
 
+def _check_label(label: str, method: str) -> None:
+    """Raise UserError for a row that is called as a method, and runs another: its table would be wrong."""
+    if label in METHODS and label != method:
+        raise UserError(f"it runs method.name={method}, and is called {label}; give it a label of its own")
+
+
 class Table:
     """A table file with what the command line adds.
 
@@ -229,6 +235,7 @@ class Table:
                         place = self._place(row.label, column)
                         try:
                             config = self._config(_tree(layers, row.label, column), given, seed, rounds)
+                            _check_label(row.label, config.method.name)
                         except UserError as error:
                             raise UserError(f"{place}: {error}") from error
                         folder = self.folder / _slug(column) / f"{_slug(row.label)}-s{seed}"

@@ -14,6 +14,7 @@ seeds:
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -276,9 +277,9 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
     pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
     if pair is None:
         at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
-        raise UserError(
-            f"{place}: {table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to its compare"
-        )
+        # a label may have a comma
+        rows = json.dumps([runs.row, other])
+        raise UserError(f"{place}: {table.path} has no such pair; add {{rows: {rows}{at}}} to its compare")
     for column in runs.columns or pair.columns:
         check_known(f"{place}: {runs.row} compared with {other}", column, "column", pair.columns)
         name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted

@@ -46,9 +46,10 @@ def _without_metrics(table: Table, results: Sequence[Result]) -> list[str]:
     lacking = [run for result in results for run in result.runs.values() if not run.confusion]
     if not lacking:
         return []
+    gone = sum(not (run.path / "checkpoint.h5").is_file() for run in lacking)
     return [
         f"finished cells without {', '.join(names)}: {len(lacking)}; to add them, repeat the command with "
-        "run.metrics=true"
+        "run.metrics=true" + (f" ({gone} of them cannot, without checkpoint.h5)" if gone else "")
     ]
 
 

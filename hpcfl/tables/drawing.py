@@ -117,6 +117,8 @@ def _picture(
         notes.append(band if isinstance(drawing, Curves) else "whiskers: one standard deviation over seeds")
     notes += _missing(results)
     if isinstance(drawing, Curves):
+        if drawing.client is not None:
+            notes += _without_checkpoint(table, done, histories)
         return _curves(table, drawing, title, notes, done, histories)
     if isinstance(drawing, Bars):
         return _bars(table, drawing, title, notes, done)
@@ -464,6 +466,16 @@ def _scored(results: Sequence[Result]) -> list[str]:
             rows.setdefault(result.scored, {})[result.row.label] = None
     said = [f"{moment}: {', '.join(labels)}" for moment, labels in sorted(rows.items())]
     return [f"scored {'; '.join(said)}"] if len(said) > 1 else []
+
+
+def _without_checkpoint(table: Table, results: Sequence[Result], histories: Histories) -> list[str]:
+    """Say of which finished cells no curve of a client is known."""
+    lacking = []
+    for result, name in zip(results, _short_names(results), strict=True):
+        cells = [cell for cell in table.cells_of(result.row.label, result.column) if cell.seed in result.runs]
+        if gone := sum(cell.folder not in histories for cell in cells):
+            lacking.append(f"{name or result.row.label} ({gone} of {len(cells)} seeds)")
+    return [f"without checkpoint: {'; '.join(lacking)}"] if lacking else []
 
 
 def _missing(results: Sequence[Result]) -> list[str]:

@@ -39,6 +39,7 @@ def write(table: Table) -> str:
     if compared:
         files["differences.csv"] = _csv([_difference_line(table, one) for one in compared])
     _write_files(table.folder, files)
+    _delete_others(table.folder, ["differences.csv"], files)
     return as_text(made)
 
 
@@ -60,11 +61,8 @@ def write_from_histories(table: Table) -> dict[str, list[str]]:
             made = {} if picture is None else as_files(name, picture)
             drawn[name] = list(made)
             files |= made
-    for stale in (*(f"{name}.*" for name in drawn), "diagnostics.csv"):
-        for path in table.folder.glob(stale):
-            if path.name not in files:
-                path.unlink(missing_ok=True)
     _write_files(table.folder, files)
+    _delete_others(table.folder, ["diagnostics.csv", "figure.*", "figure_?.*"], files)
     return drawn
 
 
@@ -176,6 +174,14 @@ def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
     if found is None or isnan(found.half_width):
         return {f"{name}_low": None, f"{name}_high": None}
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
+
+
+def _delete_others(folder: Path, patterns: Sequence[str], files: Mapping[str, object]) -> None:
+    """Delete files that an earlier state of the table file has left, and these do not replace."""
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            if path.name not in files:
+                path.unlink(missing_ok=True)
 
 
 def _write_files(

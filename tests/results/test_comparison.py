@@ -81,6 +81,19 @@ def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path)
     assert "*: the interval excludes 0. The interval over clients and seeds" in text
 
 
+def test_keys_of_a_method_do_not_lengthen_the_names_of_others(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / f"{number}-s{seed}", *keys, f"run.seed={seed}")
+        for number, keys in enumerate(
+            (["train.lr=0.1"], ["train.lr=0.2", "train.clip=1"], ["method.name=pfedla", "method.embedding=7"])
+        )
+        for seed in (0, 1)
+    ]
+    text = str(hpcfl.compare(*runs))
+    assert "\nfedavg, train.lr=0.1 - fedavg, train.lr=0.2, train.clip=1.0 " in text
+    assert "\nfedavg, train.lr=0.1 - pfedla " in text
+
+
 @pytest.mark.parametrize("key", ["data.seed=0", "data.partition.name=given"])
 def test_a_comparison_names_seeds_that_share_a_partition(tmp_path: Path, key: str) -> None:
     runs = [

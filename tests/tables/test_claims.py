@@ -237,10 +237,10 @@ ABOVE = "above: alone"
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("row: ours", "row: theirs", "has no such pair; add {rows: [theirs, alone]} to"),
+        ("row: ours", "row: theirs", 'has no such pair; add {rows: ["theirs", "alone"]} to'),
         (ABOVE, f"{ABOVE}, columns: [none]", "compared with alone: unknown column none; allowed: few | many"),
         (ABOVE, f"{ABOVE}, at: at_last", "'after_download' or 'after_training'"),
-        (ABOVE, "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
+        (ABOVE, "above: mean, at: after_training", 'add {rows: ["ours", "mean"], at: after_training}'),
         (ABOVE, "above: 60, at: after_training", "at and weighted go with other rows"),
         (ABOVE, "above: 60, columns: [none]", "unknown column none; allowed: few | many"),
         ("row: ours, above: alone", "row: theirs, above: 60", "unknown row theirs; allowed: ours"),

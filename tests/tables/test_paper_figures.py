@@ -428,6 +428,9 @@ def test_a_damaged_checkpoint_omits_only_its_own_cell(
     assert all(pictures.values())
     cells = {(line["column"], line["seed"]) for line in read_csv(copied / "diagnostics.csv")}
     assert cells == {("gamma = 0.9", "1"), ("gamma = 0.5", "0"), ("gamma = 0.5", "1")}
+    by_client = drawn(words, copied, "toy.yaml")["figure_d"]
+    assert "without checkpoint: HeurpFedLA, k = 2, gamma = 0.9 (1 of 2 seeds)" in texts(by_client)
+    caplog.clear()
 
 
 @pytest.mark.usefixtures("png_alone")

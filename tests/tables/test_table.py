@@ -488,6 +488,25 @@ def test_a_cell_with_a_damaged_file_writes_it_again(
     assert file.read_bytes() == before
 
 
+def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Path) -> None:
+    for name in ("differences.csv", "diagnostics.csv", "figure.pdf", "figure_b.png"):
+        (copied / name).write_text("earlier\n")
+    (copied / "figures.txt").write_text("mine\n")
+    assert table(copied, *words, "--quiet") == FINISHED
+    left = {path.name for path in copied.iterdir() if path.is_file()}
+    assert left == {"table.md", "table.tex", "table.csv", "diagnostics.csv", "figures.txt"}
+    assert "earlier" not in (copied / "diagnostics.csv").read_text()
+
+
+def test_a_row_is_not_called_as_another_method_than_it_runs(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf.yaml").write_text("method: {name: fedavg}\n")
+    (tmp_path / "t.yaml").write_text("title: x\nseeds: [0]\nconfig: conf.yaml\nrows: [{train: {lr: 0.05}}]\n")
+    error = refused(capsys, "table", tmp_path / "t.yaml", *words[1:], "--out", tmp_path / "out")
+    assert "row 1 (pfedla): it runs method.name=fedavg, and is called pfedla; give it a" in error
+
+
 def test_a_full_disk_is_named_when_the_table_is_written(
     words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
