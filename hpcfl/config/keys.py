@@ -483,7 +483,7 @@ class RunConfig(Settings):
     """The keys under `run.*`."""
 
     seed: int = Field(0, ge=0, le=2**63 - 1)
-    """Seed of everything random. Runs with several seeds are a table: `hpcfl table`."""
+    """Seed of everything random; `hpcfl table` has several."""
     eval_every: int = Field(1, ge=1)
     """Rounds between evaluations; the last round always has one. Changes no training result."""
     eval_split: Literal["test", "val"] = "test"

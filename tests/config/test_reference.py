@@ -90,7 +90,10 @@ def test_keys_are_listed_by_name_and_group(every_key: list[Key], capsys: pytest.
     assert lines[1].startswith("    Strength lambda of the envelope (authors: 15): small lets theta_i go its")
     assert "train.lr=0.005  [a number > 0]" in lines
     assert listed(capsys, "data.partition.dirichlet")[1] == "data.partition.beta=0.5  [a number > 0]"
-    seed = ["run.seed=0  [an integer >= 0 and <= 9223372036854775807]", "    Seed of everything random"]
+    seed = [
+        "run.seed=0  [an integer >= 0 and <= 9223372036854775807]",
+        "    Seed of everything random; `hpcfl table` has several",
+    ]
     assert listed(capsys, "run.seed")[1:] == seed
     assert len(listed(capsys, "data")) > 2 * len(DataConfig.model_fields)
     of_two = [line for line in listed(capsys, "comm", "model.mlp", "comm.codec") if line.startswith("#")]

@@ -18,7 +18,7 @@ FEW_ROUNDS = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretra
 
 
 def made(kind: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return the arrays of a file in which classes differ, with six clients that have names."""
+    """Return the arrays of a file in which classes differ."""
     stream = np.random.default_rng(seed)
     y = stream.integers(NUM_CLASSES, size=NUM_SAMPLES)
     if kind == "features":
@@ -30,8 +30,7 @@ def made(kind: str, seed: int = 0) -> dict[str, np.ndarray]:
     else:
         others = stream.integers(NUM_CLASSES, 30, (len(y), 12))
         x = np.where(stream.random(others.shape) < 0.4, y[:, None], others)
-    client = np.array([f"person {number % 6}" for number in range(len(y))])
-    return {"x": x, "y": y, "client": client}
+    return {"x": x, "y": y}
 
 
 def words_of(kind: str, folder: Path) -> list[str]:
