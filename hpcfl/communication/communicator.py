@@ -50,9 +50,10 @@ MAX_ELEMENTS = 2**27
 _MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _STEP_SIZE_VARIABLE = "SLURM_STEP_NUM_TASKS"
 
-_MPI_TYPES = {"float32": "f4", "float64": "f8", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"}
+_MPI_TYPES = {"float32": "f4", "float64": "f8", "uint8": "u1"}
+_MPI_TYPES |= {"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"}
 # MPI has no float16, and numbers are only moved
-_MPI_TYPES |= {"uint8": "u1", "float16": "i2"}
+_MPI_TYPES["float16"] = "i2"
 
 # heartbeats have another tag
 _DATA_TAG = 0

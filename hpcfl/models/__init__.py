@@ -36,8 +36,6 @@ MODELS: dict[str, Model] = {
     "vit": Vit("torchvision's vision transformer, by default 6 layers of width 192 on patches of 4x4"),
 }
 
-TOKENS_OR_FEATURES = " (whole numbers [n, length] are tokens; give features as floats)"
-
 SEED = 0
 """Of dropout and the like, when a network is checked."""
 
@@ -53,9 +51,10 @@ def build_network(
     model = MODELS[name]
     fitting = [other for other in MODELS if sample.kind in MODELS[other].kinds]
     if name not in fitting:
+        are_tokens = " (whole numbers [n, length] are tokens; give features as floats)"
         raise UserError(
             f"model.name={name} takes {' or '.join(model.kinds)}, and the data are {sample}; allowed: "
-            f"{', '.join(fitting)}" + (TOKENS_OR_FEATURES if sample.kind == "tokens" else "")
+            f"{', '.join(fitting)}" + are_tokens * (sample.kind == "tokens")
         )
     shortest = min(sample.shape[1:] or sample.shape)
     if shortest < model.smallest_side:

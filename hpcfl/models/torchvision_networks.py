@@ -57,14 +57,14 @@ class TorchvisionNet(Model):
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
         if sample.channels != 3:
-            _replace_first_convolution(network.body, sample.channels)
-        if options.weights is not None:
-            if sample.channels != 3:
+            if options.weights is not None:
                 raise UserError(
                     f"model.weights={options.weights} is of a network for 3 channels, and the data are "
                     f"{sample}; repeat the channel three times in a file of your own, or set "
                     "model.weights=null"
                 )
+            _replace_first_convolution(network.body, sample.channels)
+        elif options.weights is not None:
             self._load(network.body, options.weights)
         return network
 

@@ -103,8 +103,10 @@ class Comparison:
                 for key, values in self.keys.items()
                 if len({repr(values[one]) for one in alike}) > 1
             }
-            given = (f"{key}={value}" for key, value in differing.items() if value is not None)
-            names.append(", ".join([*[method] * (len(alike) < len(methods)), *given]))
+            parts = [f"{key}={value}" for key, value in differing.items() if value is not None]
+            if len(alike) < len(methods):
+                parts.insert(0, method)
+            names.append(", ".join(parts))
         return names
 
 

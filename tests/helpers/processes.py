@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import pty
+import resource
 import runpy
 import select
 import signal
@@ -25,7 +26,7 @@ import termios
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def clean_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH")]))
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Let this process's files grow to some bytes only, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _started(

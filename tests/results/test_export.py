@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import sys
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from bits import (
     run_here,
     tiny_settings,
 )
-from processes import run_tree
+from processes import files_up_to, run_tree
 
 import hpcfl
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
@@ -394,11 +393,9 @@ def test_a_full_disk_is_reported_in_one_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = place.run("fedavg").path
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for kind in KINDS:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
-        error = refused(capsys, "export", run, "--client", "3", "--out", tmp_path / f"model{kind}")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with files_up_to(500):
+            error = refused(capsys, "export", run, "--client", "3", "--out", tmp_path / f"model{kind}")
         assert f"cannot write {tmp_path / 'model'}{kind}: File too large; give another --out" in error
     assert list(tmp_path.iterdir()) == []
 

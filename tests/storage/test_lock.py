@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
-from processes import forked
+from processes import files_up_to, forked
 
 from hpcfl.errors import UserError
 from hpcfl.storage.lock import FolderLock, Holder, holder
@@ -102,10 +101,7 @@ def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for room, reason in ((0, "File too large"), (10, "No space left"), (0, "File too large")):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-        with pytest.raises(OSError, match=reason):
+        with files_up_to(room), pytest.raises(OSError, match=reason):
             FolderLock(tmp_path)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     FolderLock(tmp_path).release()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import time
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, read_csv, refused, run_here, tiny_settings
-from processes import REPOSITORY, Mpirun, forked
+from processes import REPOSITORY, Mpirun, files_up_to, forked
 
 from hpcfl.commands import table as table_command
 from hpcfl.config.keys import ENVIRONMENT, Config
@@ -510,11 +509,9 @@ def test_a_row_is_not_called_as_another_method_than_it_runs(
 def test_a_full_disk_is_named_when_the_table_is_written(
     words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, (soft, hard) = files(copied), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    code = table(copied, *words)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert code == STORAGE_ERROR
+    before = files(copied)
+    with files_up_to(0):
+        assert table(copied, *words) == STORAGE_ERROR
     error = capsys.readouterr().err
     assert f"cannot write the table in {copied}: File too large; free space on the disk" in error
     assert "rerun the same command" in error
