@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -96,28 +97,42 @@ def _libraries_of_a_new_process() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         cudnn = torch.backends.cudnn
         at_exit.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
-        _restore_precision(at_exit)
+        _default_precision(at_exit)
         for kind in ("cpu", "cuda"):
             at_exit.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
             torch.set_autocast_enabled(kind, False)
-        if torch.get_default_device().type != "cpu":
-            at_exit.enter_context(torch.device("cpu"))
+        device = torch.get_default_device()
+        if device.type != "cpu":
+            # a device context would slow down every call of the run
+            torch.set_default_device(None)
+            if torch.get_default_device().type == "cpu":
+                at_exit.callback(torch.set_default_device, device)
+            else:
+                at_exit.enter_context(torch.device("cpu"))
         at_exit.enter_context(torch.inference_mode(False))
         at_exit.enter_context(torch.enable_grad())
         yield
 
 
-def _restore_precision(at_exit: ExitStack) -> None:
-    """Give a GPU's products their precision back at the end, which torch keeps twice since version 2.9."""
-    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
-    for backend in (products, *(getattr(cudnn, name) for name in ("conv", "rnn") if hasattr(cudnn, name))):
+def _default_precision(at_exit: ExitStack) -> None:
+    """Give products torch's own precision, and the caller's back, which torch keeps twice since version 2.9."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    older: list[tuple[Callable[..., None], Any]] = []
+    # torch cannot tell where the two differ
+    with suppress(RuntimeError):
+        older.append((partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32))
+    with suppress(RuntimeError):
+        older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    kinds = [getattr(backend, name, None) for backend in (cudnn, mkldnn) for name in ("matmul", "conv", "rnn")]
+    # one without a value of its own reads as that of all, so these come first, and are restored last
+    for backend in (torch.backends, cudnn, mkldnn, torch.backends.cuda.matmul, *kinds):
         if hasattr(backend, "fp32_precision"):
             at_exit.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-    # the older of the two cannot be read after the newer one was set; as the other, it sets both
-    with suppress(RuntimeError):
-        at_exit.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
-    with suppress(RuntimeError):
-        at_exit.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            backend.fp32_precision = "none"
+    # as the older one sets both, it is restored before
+    for restore, value in older:
+        at_exit.callback(restore, value)
+    torch.set_float32_matmul_precision("highest")
 
 
 def _config(

@@ -30,11 +30,25 @@ steps=0
 # table it has begun, and nothing once all have had their turn.
 all_notes="$PWD/runs/.jobs"
 export HPCFL_JOB_NOTES="$all_notes/$job"
-mkdir -p "$HPCFL_JOB_NOTES" || exit
 
 say() { echo "hpcfl job $job: $*"; }
 
 note() { cat "$HPCFL_JOB_NOTES/$1" 2>/dev/null; }
+
+# Say how to go on: --fresh would move aside what this job has saved.
+again() {
+    if [ -n "$(note saved)" ]; then
+        echo "submit the command again, without --fresh, to resume"
+    else
+        echo "submit the command again"
+    fi
+}
+
+# Without notes, a requeued job with --fresh would start over.
+end_without_notes() {
+    say "cannot write $HPCFL_JOB_NOTES; free space, and $(again)" >&2
+    exit 74
+}
 
 # SLURM's controller may be away for a while, as when it restarts: ask it again.
 patiently() {
@@ -67,11 +81,8 @@ count_start() {
         requeues=$(($(note requeues) + 1))
     fi
     saved_before=$(note saved)
-    # without notes, a requeued job with --fresh would start over
-    if ! { echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before" && echo "$requeues" >"$HPCFL_JOB_NOTES/requeues"; }; then
-        say "cannot write $HPCFL_JOB_NOTES; free space, and submit the command again, without --fresh, to resume" >&2
-        exit 74
-    fi
+    echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before" || end_without_notes
+    echo "$requeues" >"$HPCFL_JOB_NOTES/requeues" || end_without_notes
     if [ "$requeues" -gt "$max_requeues" ]; then
         give_up
         exit 1
@@ -81,7 +92,7 @@ count_start() {
 give_up() {
     say "requeued $requeues times in a row without a new round, and ends: a round and its checkpoint may take longer" \
         "than the job may run, or it is pre-empted before. Give it more time (--time) or starts (MAX_REQUEUES before" \
-        "sbatch), and submit the command again, without --fresh, to resume" >&2
+        "sbatch), and $(again)" >&2
 }
 
 # SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
@@ -199,10 +210,11 @@ end_job() {
         say "stopped at a checkpoint (exit code 75), is requeued"
         patiently scontrol requeue "$task" && exit 0
     fi
-    say "stopped at a checkpoint (exit code 75), not requeued; submit the command again, without --fresh, to resume" >&2
+    say "stopped at a checkpoint (exit code 75), not requeued; $(again)" >&2
     exit 75
 }
 
+mkdir -p "$HPCFL_JOB_NOTES" || end_without_notes
 trap stop_soon USR1
 forget_old_jobs
 count_start

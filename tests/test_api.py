@@ -140,6 +140,8 @@ def test_a_caller_s_autocast_and_device_change_no_run(tmp_path: Path) -> None:
 
 PRECISIONS = [
     "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
     "torch.backends.cuda.matmul.allow_tf32 = True",
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
     "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
@@ -154,26 +156,37 @@ def known(*readings):
         except RuntimeError:
             found.append("of two minds")
     return found
-cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+cuda, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
 READINGS = (
     torch.get_float32_matmul_precision, lambda: cuda.allow_tf32, lambda: cudnn.allow_tf32,
-    lambda: cuda.fp32_precision, lambda: cudnn.conv.fp32_precision, lambda: cudnn.rnn.fp32_precision,
+    *(
+        lambda one=one: one.fp32_precision
+        for one in (torch.backends, cuda, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
+    ),
 )
+SETTINGS = "train.rounds=1", "data.clients=2", "train.batch_size=256", "model.name=mlp", "model.hidden=[256,256]"
+hpcfl.run(*SETTINGS, method="fedavg", out=sys.argv[2], quiet=True)
 exec(sys.argv[1])
 before = known(*READINGS)
-SMALL = "train.rounds=1", "data.clients=3", "data.per_client=20"
-hpcfl.run(*SMALL, method="fedavg", out=sys.argv[2], quiet=True)
+hpcfl.run(*SETTINGS, method="fedavg", out=sys.argv[3], quiet=True)
 assert known(*READINGS) == before, (before, known(*READINGS))
+torch.backends.fp32_precision = "ieee"
+after = known(*READINGS)
+exec(sys.argv[1])
+torch.backends.fp32_precision = "ieee"
+assert known(*READINGS) == after, (after, known(*READINGS))
 """
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch keeps its precision once")
 @pytest.mark.parametrize("setting", PRECISIONS)
-def test_a_caller_s_precision_of_products_stays_set(setting: str, tmp_path: Path) -> None:
+def test_a_caller_s_precision_of_products_stays_set_and_changes_nothing(setting: str, tmp_path: Path) -> None:
     """Each in a process of its own: torch's older and newer settings cannot be mixed, nor taken back."""
-    words = [sys.executable, "-c", PRECISION_OF_A_CALLER, setting, str(tmp_path / "run")]
+    folders = tmp_path / "plain", tmp_path / "run"
+    words = [sys.executable, "-c", PRECISION_OF_A_CALLER, setting, *map(str, folders)]
     done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert not differing(*folders)
 
 
 NUM_CALLS = 1

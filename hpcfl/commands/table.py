@@ -88,6 +88,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             )
 
         if options.no_run:
+            run_collectively(world, lambda: _check_files(table) if world.is_server else None)
             finish()
             return False
         own = table.chosen[part - 1 :: num_parts]
@@ -232,6 +233,13 @@ def _note(cell: Cell, text: str | None) -> None:
             cell.note.write_text(text)
 
 
+def _check_files(table: Table) -> None:
+    """Raise UserError if a file of a cell is damaged, which its run would write again."""
+    for cell in table.cells:
+        if damage := cell.damage:
+            raise damage
+
+
 def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> list[Cell]:
     """Write all files, and say what was written and what is missing; return the chosen cells missing."""
     text, drawn = write(table), write_from_histories(table)
@@ -247,7 +255,9 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
         say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
         why = ", has diverged" * cell.has_diverged
-        if changes := cell.changes:
+        if damage := cell.damage:
+            why = f": {damage}"
+        elif changes := cell.changes:
             why = f", where a run has other settings ({'; '.join(changes)})"
         say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{why}")
     if len(missing) > MAX_NAMED:

@@ -155,13 +155,21 @@ def check_private(method: str, units: Sequence[PrivacyUnit], context: Context, b
 
 
 def check_body(method: str, context: Context) -> None:
-    """Raise UserError if the configured model has no layers before its head."""
+    """Raise UserError unless the configured model has layers before its head, and no parameter of both."""
     if not context.layout.body.stop:
         raise UserError(
             f"method.name={method} needs a feature extractor and a head, and model.name="
             f"{context.model_name} has no layers before its head here; use another model (see `hpcfl list`), "
             "or with mlp a hidden layer, such as model.hidden=[64]"
         )
+    of_body = {id(parameter): name for name, parameter in context.network.body.named_parameters()}
+    for name, parameter in context.network.head.named_parameters():
+        if id(parameter) in of_body:
+            raise UserError(
+                f"method.name={method} divides the model into body and head, and body."
+                f"{of_body[id(parameter)]} and head.{name} of model.name={context.model_name} are one "
+                "parameter; share parameters within the body only, or use a method that does not divide"
+            )
 
 
 def check_linear_head(method: str, context: Context) -> None:

@@ -95,18 +95,7 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
             raise UserError(
                 f"{key}: {tensor} is a SyncBatchNorm, but each client trains alone; use BatchNorm"
             )
-    of_body = {id(parameter): tensor for tensor, parameter in network.body.named_parameters()}
-    for tensor, parameter in network.head.named_parameters():
-        if id(parameter) in of_body:
-            raise UserError(
-                f"{key}: body.{of_body[id(parameter)]} and head.{tensor} are one parameter, and methods "
-                "divide body and head; share parameters within the body only"
-            )
     for tensor, buffer in network.named_buffers():
-        if buffer.dtype == torch.float64 != torch.get_default_dtype():
-            raise UserError(
-                f"{key}: the buffer {tensor} is {buffer.dtype}; make it {torch.get_default_dtype()}"
-            )
         if not buffer.isfinite().all():
             raise UserError(f"{key}: the buffer {tensor} is not finite; make a mask of true and false of it")
     try:
@@ -122,6 +111,12 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
         raise UserError(
             f"{key}: its network returns {found} for two samples ({sample}); expected: [2, {num_classes}], "
             "the logits of each"
+        )
+    assert isinstance(outputs, torch.Tensor)
+    if outputs.dtype != torch.get_default_dtype():
+        raise UserError(
+            f"{key}: its network returns {outputs.dtype}; expected: {torch.get_default_dtype()}, so convert "
+            "buffers of another type where they are used"
         )
 
 

@@ -80,16 +80,29 @@ class Cell:
     def finished_run(self) -> Run | None:
         """The run in its folder; None unless it is finished, and has these settings.
 
-        Where they name no file of the user's own, it may have read its data from any.
+        Where they name no file of the user's own, it may have read its data from any. None also if clients.csv
+        or metrics.csv is damaged, and a checkpoint can write it again; UserError without one.
         """
-        run = self._run
-        if run is None or self._differences(run):
-            return None
         try:
-            # a run whose file is damaged writes it again, from its checkpoint
-            return run if run.is_finished and run.clients else None
+            return self._finished()
         except UserError:
+            if not (self.folder / "checkpoint.h5").is_file():
+                raise
             return None
+
+    @property
+    def damage(self) -> UserError | None:
+        """What is wrong with a file of its run, where the run would be finished otherwise."""
+        try:
+            self._finished()
+        except UserError as error:
+            return error
+        return None
+
+    def _finished(self) -> Run | None:
+        run = self._run
+        is_finished = run is not None and not self._differences(run) and run.is_finished and run.clients
+        return run if is_finished else None
 
     @property
     def changes(self) -> list[str]:

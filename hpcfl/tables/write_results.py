@@ -52,17 +52,18 @@ def write_from_histories(table: Table) -> dict[str, list[str]]:
     histories = read_histories(table)
     lines = diagnostics(table, histories)
     files: dict[str, str | bytes] = {"diagnostics.csv": _csv(lines)} if lines else {}
-    drawn = {}
+    drawn, names = {}, ["diagnostics.csv"]
     if table.drawings:
         # a run that draws nothing need not wait for matplotlib
-        from hpcfl.tables.drawing import as_files, draw
+        from hpcfl.tables.drawing import WITHOUT_CLOCK_AND_VERSION, as_files, draw
 
         for name, picture in draw(table, read_results(table), histories):
             made = {} if picture is None else as_files(name, picture)
             drawn[name] = list(made)
             files |= made
+            names += [f"{name}.{ending}" for ending in WITHOUT_CLOCK_AND_VERSION]
     _write_files(table.folder, files)
-    _delete_others(table.folder, ["diagnostics.csv", "figure.*", "figure_?.*"], files)
+    _delete_others(table.folder, names, files)
     return drawn
 
 
@@ -176,12 +177,11 @@ def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 
 
-def _delete_others(folder: Path, patterns: Sequence[str], files: Mapping[str, object]) -> None:
-    """Delete files that an earlier state of the table file has left, and these do not replace."""
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            if path.name not in files:
-                path.unlink(missing_ok=True)
+def _delete_others(folder: Path, names: Sequence[str], files: Mapping[str, object]) -> None:
+    """Delete those of a table's files that an earlier state has left, and these do not replace."""
+    for path in (folder / name for name in names if name not in files):
+        if path.is_file():
+            path.unlink()
 
 
 def _write_files(

@@ -195,10 +195,23 @@ def test_notes_of_finished_jobs_are_deleted(submit: Path, end: str, left: list[s
 
 def test_a_job_that_cannot_keep_notes_starts_nothing(submit: Path) -> None:
     """Else a requeued job with --fresh would not know that it has saved a round, and start over."""
-    (submit / "runs" / ".jobs" / "7" / "saved_before").mkdir(parents=True)
+    of_job = submit / "runs" / ".jobs" / "7"
+    (of_job / "saved_before").mkdir(parents=True)
     done = job(submit, "train.sbatch", [f"{FINISHED}"])
     assert (done.code, done.starts) == (STORAGE_ERROR, [])
-    assert "runs/.jobs/7; free space, and submit the command again, without --fresh" in done.printed
+    assert "runs/.jobs/7; free space, and submit the command again\n" in done.printed
+    (of_job / "saved").write_text("3\n")
+    done = job(submit, "train.sbatch", [f"{FINISHED}"], env={"SLURM_RESTART_COUNT": "1"})
+    assert (done.code, done.starts) == (STORAGE_ERROR, [])
+    assert "free space, and submit the command again, without --fresh, to resume\n" in done.printed
+
+
+def test_a_job_without_a_folder_for_notes_starts_nothing(submit: Path) -> None:
+    (submit / "runs").mkdir()
+    (submit / "runs" / ".jobs").touch()
+    done = job(submit, "train.sbatch", [f"{FINISHED}"])
+    assert (done.code, done.starts) == (STORAGE_ERROR, [])
+    assert "cannot write" in done.printed
 
 
 def test_notes_of_jobs_that_slurm_knows_are_kept_also_if_it_does_not_answer(submit: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import refused
+from bits import refused, run_here
 from by_hand import (
     ADAM,
     ADAMW,
@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, linear
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.errors import UserError
+from hpcfl.errors import FINISHED, UserError
 from hpcfl.methods import METHODS
 
 HEAD = 650
@@ -144,6 +144,40 @@ def test_a_model_that_is_only_a_head_is_refused(
     words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "--out", str(tmp_path)]
     expected = f"hpcfl: error: method.name={name} needs a feature extractor and a head, and model"
     assert refused(capsys, *words).startswith(expected)
+
+
+TIED = """
+from collections import OrderedDict
+
+from torch import nn
+
+from hpcfl.config.keys import NetworkOptions
+from hpcfl.models.networks import Model, Network
+
+
+class Tied(Model):
+    options = NetworkOptions
+
+    def build(self, sample, num_classes, options):
+        first, last = nn.Linear(64, 64), nn.Linear(64, 64)
+        last.weight = first.weight
+        head = OrderedDict(last=last, out=nn.Linear(64, num_classes))
+        return Network(OrderedDict(flat=nn.Flatten(), first=first), head)
+
+
+TIED = Tied("one weight in body and head")
+"""
+
+
+def test_a_parameter_of_body_and_head_goes_with_methods_that_do_not_divide_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "tied.py"
+    file.write_text(TIED)
+    words = [f"model.path={file}", "train.rounds=1", "data.clients=3", "data.per_client=20"]
+    assert run_here(tmp_path / "fedavg", ["method.name=fedavg", *words]) == FINISHED
+    error = refused(capsys, "method.name=moon", *words, "--out", tmp_path / "moon")
+    assert "method.name=moon divides the model into body and head, and body.first.weight and head.last" in error
 
 
 # FedAvg

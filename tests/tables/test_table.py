@@ -487,13 +487,33 @@ def test_a_cell_with_a_damaged_file_writes_it_again(
     assert file.read_bytes() == before
 
 
+def test_a_damaged_file_is_named_where_nothing_writes_it_again(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = copied / "fedavg-s0" / "clients.csv"
+    file.write_text("")
+    before = files(copied)
+    error = refused(capsys, "table", *words, "--out", copied, "--no-run", "--write-results")
+    assert f"{file}, line 2: damaged; restore the file" in error
+    assert files(copied) == before
+    (copied / "fedavg-s0" / "checkpoint.h5").unlink()
+    (copied / "fedavg-s0" / "checkpoint.prev.h5").unlink(missing_ok=True)
+    before = files(copied)
+    error = refused(capsys, "table", *words, "--out", copied)
+    assert f"{file}, line 2: damaged; restore the file" in error
+    assert files(copied) == before
+
+
 def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Path) -> None:
-    for name in ("differences.csv", "diagnostics.csv", "figure.pdf", "figure_b.png"):
+    for name in ("differences.csv", "diagnostics.csv"):
         (copied / name).write_text("earlier\n")
-    (copied / "figures.txt").write_text("mine\n")
+    mine = {"figure.tex", "figure.pdf", "figure_1.svg", "my_differences.csv"}
+    for name in mine:
+        (copied / name).write_text("mine\n")
+    (copied / "figure.2-s0").mkdir()
     assert table(copied, *words, "--quiet") == FINISHED
     left = {path.name for path in copied.iterdir() if path.is_file()}
-    assert left == {"table.md", "table.tex", "table.csv", "diagnostics.csv", "figures.txt"}
+    assert left == {"table.md", "table.tex", "table.csv", "diagnostics.csv"} | mine
     assert "earlier" not in (copied / "diagnostics.csv").read_text()
 
 
