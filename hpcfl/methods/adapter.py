@@ -31,7 +31,7 @@ from hpcfl.methods.hook_results import (
     unchanged,
     unchanged_state,
 )
-from hpcfl.parameters import ParameterLayout, columns
+from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
 from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
@@ -169,7 +169,9 @@ class MethodAdapter:
                 continue
             for part, tensor in message.shared.items():
                 start = (tensor.data_ptr() - x.data_ptr()) // x.element_size()
-                if 0 <= start < x.numel():
+                # `expand` sends the same numbers several times
+                is_expanded = any(step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride()))
+                if 0 <= start < x.numel() and not is_expanded:
                     yield name, part, (tensor.shape, tensor.stride(), start)
 
     def _as_sent(self, server: State, sent: Message) -> State:
@@ -177,11 +179,7 @@ class MethodAdapter:
         found: State = {}
         for name, part, place in self._sent_places:
             view = found.setdefault(name, server[name].clone()).as_strided(*place)
-            received, mask = sent.shared[part], sent.layer_mask.get(part)
-            # layers that are not sent arrive as zero, except with a mask for each client
-            if mask is not None and mask.dim() == 1:
-                received = received.where(columns(self.method.layers, mask), view)
-            view.copy_(received)
+            view.copy_(sent.shared[part])
         return found
 
     def needs_request(self, round: int) -> bool:

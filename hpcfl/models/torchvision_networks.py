@@ -57,18 +57,12 @@ class TorchvisionNet(Model):
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
         if sample.channels != 3:
-            if options.weights is not None:
-                raise UserError(
-                    f"model.weights={options.weights} is of a network for 3 channels, and the data are "
-                    f"{sample}; repeat the channel three times in a file of your own, or set "
-                    "model.weights=null"
-                )
             _replace_first_convolution(network.body, sample.channels)
-        elif options.weights is not None:
-            self._load(network.body, options.weights)
+        if options.weights is not None:
+            self._load(network.body, options.weights, sample)
         return network
 
-    def _load(self, body: nn.Sequential, weights: str) -> None:
+    def _load(self, body: nn.Sequential, weights: str, sample: SampleType) -> None:
         """Fill a body from a file."""
         source = f"a state dict of torchvision's {self.function}"
         advice = (
@@ -84,6 +78,12 @@ class TorchvisionNet(Model):
         if not isinstance(state, dict):
             raise UserError(f"model.weights={weights} holds a {type(state).__name__}; {advice}")
         found = {str(name): t for name, t in state.items() if not str(name).startswith(f"{self.head}.")}
+        shape = getattr(found.get(f"{_first_convolution(body)[0]}.weight"), "shape", ())
+        if len(shape) == 4 and shape[1] != sample.channels:
+            raise UserError(
+                f"model.weights={weights} is of a network for {shape[1]} channels, and the data are {sample}; "
+                "repeat the channel in a file of your own, or set model.weights=null"
+            )
         try:
             body.load_state_dict(found)
         except RuntimeError as error:
@@ -167,9 +167,13 @@ MOBILENETV2 = TorchvisionNet(
 )
 
 
+def _first_convolution(body: nn.Sequential) -> tuple[str, nn.Conv2d]:
+    return next((n, m) for n, m in body.named_modules() if isinstance(m, nn.Conv2d))
+
+
 def _replace_first_convolution(body: nn.Sequential, channels: int) -> None:
     """Let a body take images of another number of channels, drawn as torchvision draws convolutions."""
-    name, rgb = next((n, m) for n, m in body.named_modules() if isinstance(m, nn.Conv2d))
+    name, rgb = _first_convolution(body)
     size, stride, padding = rgb.kernel_size, rgb.stride, rgb.padding
     other = nn.Conv2d(channels, rgb.out_channels, size, stride, padding, bias=False)  # type: ignore[arg-type]
     nn.init.kaiming_normal_(other.weight, mode="fan_out", nonlinearity="relu")

@@ -146,6 +146,21 @@ def test_a_method_that_sends_another_model_than_the_server_has_steps_from_the_se
     torch.testing.assert_close(run.server["theta"], plain.server["theta"])
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_method_may_send_its_model_twice_in_one_tensor(codec: str) -> None:
+    def download(self: FedAvg, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"both": server["theta"].expand(2, -1)})
+
+    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": clients.sgd(down["both"][:, 0]).theta})
+
+    hooks = {"download": download, "train": train, "eval_download": FedAvg.download}
+    twice = type("Twice", (FedAvg,), hooks)
+    coded = ["comm.codec=int8", "comm.directions=down"] if codec == "int8" else []
+    run = Run("method.name=fedavg", "train.rounds=2", "server.optimiser=momentum", *coded, kind=twice)
+    assert run.server["server_m/theta"].abs().sum() > 0
+
+
 @pytest.mark.usefixtures("double")
 def test_the_server_steps_along_the_mean_difference_of_its_clients() -> None:
     """A round of FedAdam, worked out from FedAvg's mean."""

@@ -352,6 +352,16 @@ def test_given_weights_fill_the_body_and_do_not_change_the_head(name: str, tmp_p
     assert not torch.equal(next(filled.body.parameters()), next(plain.body.parameters()))
 
 
+def test_given_weights_of_grey_images_fill_the_body(tmp_path: Path) -> None:
+    state = torchvisions("resnet18", seed=3).state_dict()
+    state["conv1.weight"] = state["conv1.weight"][:, :1]
+    torch.save(state, tmp_path / "weights.pt")
+    filled = network_of("resnet18", MNIST, weights=str(tmp_path / "weights.pt"))
+    assert torch.equal(next(filled.body.parameters()), state["conv1.weight"])
+    with pytest.raises(UserError, match="is of a network for 1 channels, and the data are images of 3x32x32"):
+        network_of("resnet18", CIFAR, weights=str(tmp_path / "weights.pt"))
+
+
 def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     state, file = torchvisions("mobilenetv2").state_dict(), tmp_path / "weights.pt"
 

@@ -26,7 +26,7 @@ from bits import differing, read_csv, refused, round_of, run_here, start_run, ti
 from mutations import sign
 from processes import REPOSITORY, Mpirun, exit_code, run_tree
 
-from hpcfl.errors import FINISHED, STORAGE_ERROR
+from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_ERROR
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
@@ -184,6 +184,8 @@ def test_a_run_whose_disk_has_become_read_only_is_to_be_resumed_in_its_folder(
     assert run_here(folder, settings) == STORAGE_ERROR
     expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {AGAIN}"
     assert the_error(capfd).endswith(expected)
+    assert run_here(small_disk / "new", settings) == BAD_INPUT
+    assert the_error(capfd).endswith("Read-only file system; name another with --out DIR")
 
 
 def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(

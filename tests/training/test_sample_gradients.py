@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import make_network
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, linear, normalize
 
 from hpcfl.training import sample_gradients
 from hpcfl.training.sample_gradients import squared_gradients
@@ -36,6 +36,19 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.second(self.first(x.flatten(start_dim=1)).tanh()))
+        return logits
+
+
+class BackAndForth(nn.Module):
+    """A network that also uses a layer's weight by itself, as an autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 6), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x.flatten(start_dim=1)).tanh()
+        logits: Tensor = self.head(linear(hidden, self.hidden.weight.T))
         return logits
 
 
@@ -133,6 +146,7 @@ ONE_BY_ONE = {
     "another layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(10)),
     "used twice": Twice(),
     "tied": Tied(),
+    "back and forth": BackAndForth(),
     "recurrent": Recurrent(),
     "steps first": StepsFirst(),
     "steps as samples": StepsAsSamples(),
@@ -151,10 +165,16 @@ def sampled(network: nn.Module, side: int = 8) -> tuple[nn.Module, Tensor, Tenso
 @pytest.mark.parametrize("name", [*BY_LAYER, *ONE_BY_ONE])
 def test_squared_gradients_equal_those_of_single_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name], side=16 if name == "convolutions" else 8)
-    if name in BY_LAYER:
-        monkeypatch.setattr(sample_gradients, "_one_by_one", None)
+    given, one_by_one = [], sample_gradients._one_by_one
+
+    def noted(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        given.append(len(x))
+        return one_by_one(network, x, y)
+
+    monkeypatch.setattr(sample_gradients, "_one_by_one", noted)
     known = by_hand(network, x, y)
     torch.testing.assert_close(squared_gradients(network, x, y), known, rtol=1e-12, atol=0)
+    assert (max(given) <= 3) == (name in BY_LAYER)
 
 
 @pytest.mark.parametrize("name", ["convolutions, BatchNorm", "in groups"])
