@@ -115,17 +115,19 @@ def _libraries_of_a_new_process() -> Iterator[None]:
 
 
 def _default_precision(at_exit: ExitStack) -> None:
-    """Give products torch's own precision, and the caller's back, which torch keeps twice since version 2.9."""
+    """Give products torch's own precision, which it keeps twice since 2.9, and give the caller's back."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    products: Any = torch.backends.cuda.matmul
     older: list[tuple[Callable[..., None], Any]] = []
     # torch cannot tell where the two differ
     with suppress(RuntimeError):
         older.append((partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32))
     with suppress(RuntimeError):
         older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
-    kinds = [getattr(backend, name, None) for backend in (cudnn, mkldnn) for name in ("matmul", "conv", "rnn")]
+    names = ("matmul", "conv", "rnn")
+    kinds = [getattr(backend, name, None) for backend in (cudnn, mkldnn) for name in names]
     # one without a value of its own reads as that of all, so these come first, and are restored last
-    for backend in (torch.backends, cudnn, mkldnn, torch.backends.cuda.matmul, *kinds):
+    for backend in (torch.backends, cudnn, mkldnn, products, *kinds):
         if hasattr(backend, "fp32_precision"):
             at_exit.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
             backend.fp32_precision = "none"

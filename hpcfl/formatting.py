@@ -31,8 +31,10 @@ def unit_of_bytes(count: float) -> tuple[float, str]:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Return a short time with three digits and its unit, such as "1.5 ms"."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """Return a time with three digits and its unit, such as "1.5 ms", and a long one as a clock's."""
+    if seconds >= 999.5:
+        return clock(seconds)
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def times(count: float) -> str:

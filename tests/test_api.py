@@ -148,6 +148,7 @@ PRECISIONS = [
 ]
 PRECISION_OF_A_CALLER = """
 import sys, torch, hpcfl
+WIDE = {"name": "mlp", "hidden": [256, 256]}
 def known(*readings):
     found = []
     for read in readings:
@@ -164,7 +165,7 @@ READINGS = (
         for one in (torch.backends, cuda, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)
     ),
 )
-SETTINGS = "train.rounds=1", "data.clients=2", "train.batch_size=256", "model.name=mlp", "model.hidden=[256,256]"
+SETTINGS = "train.rounds=1", "data.clients=2", "train.batch_size=256", {"model": WIDE}
 hpcfl.run(*SETTINGS, method="fedavg", out=sys.argv[2], quiet=True)
 exec(sys.argv[1])
 before = known(*READINGS)

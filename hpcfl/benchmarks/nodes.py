@@ -16,6 +16,8 @@ from hpcfl.simulation.recording import Timing
 
 CLIENTS_A_WORKER = 4
 MAX_CLIENTS = 256
+MAX_WORKERS = MAX_CLIENTS // CLIENTS_A_WORKER
+"""Of weak scaling."""
 SAMPLES = 20
 """Of a client; 70 % are trained on."""
 HIDDEN = 320
@@ -40,7 +42,8 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
     for method in ("fedavg", "pfedla"):
         for kind in ("strong", "weak"):
             alone = timed(method, 1, most if kind == "strong" else 1)
-            for workers in sizes:
+            # with more, the clients would not be as many for each worker
+            for workers in sizes if kind == "strong" else (one for one in sizes if one <= MAX_WORKERS):
                 here = timed(method, workers, most if kind == "strong" else workers)
                 if alone is not None and here is not None:
                     yield _ratio(f"{kind}, {method}", here, alone, workers if kind == "strong" else 1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
@@ -36,7 +36,7 @@ ROUND_SAMPLES = 600
 """Samples of each; 70 % are trained on."""
 METHOD_SAMPLES = 200
 """Samples of each client where methods are compared."""
-CHECKPOINT_EVERY = 50
+CHECKPOINT_EVERY = RunConfig().checkpoint_every
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
 

@@ -88,7 +88,7 @@ def check_devices(ranks: Sequence[Facts], needs_gpu: bool, found: Findings) -> N
 def check_slurm(found: Findings) -> None:
     """Print when the SLURM job ends, and find whether a run would know and have time."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
-    left_s = int(end) - time.time() if end.isdecimal() else None
+    left_s = max(0.0, int(end) - time.time()) if end.isdecimal() else None
     ends = "no end time" if left_s is None else f"ends in {clock(left_s)}"
     print(f"SLURM: job {os.environ['SLURM_JOB_ID']}, {ends}")
     if left_s is None:

@@ -12,6 +12,7 @@ from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
+from hpcfl.storage.trackers import check_tracker
 
 
 def check_everything(arguments: Sequence[str], world: Communicator) -> None:
@@ -25,6 +26,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
+    run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
     found = Findings()
     check_ranks(world, config.run, found)
     check_messages(world)

@@ -18,28 +18,21 @@ from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
-from hpcfl.machine import free_bytes
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
-from hpcfl.planning.dry_run import DryRun, dry_run, missing_gpu
-from hpcfl.planning.estimate import Estimate, Planner, evaluations
+from hpcfl.planning.dry_run import DryRun, dry_run, lacks_memory, missing_gpu
+from hpcfl.planning.estimate import START_S, Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.experiment import load_data, make_method, texts_of_clients
-from hpcfl.setup.validate import (
-    check_chain,
-    check_settings_of_data,
-    state_bytes,
-    too_large,
-)
+from hpcfl.setup.validate import check_chain, check_settings_of_data, state_bytes, too_large
+from hpcfl.storage.trackers import check_tracker
 
 LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
-DRY_RUN_COPIES = 2.5
-"""Memory of a dry run, as a multiple of the server's state."""
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -59,6 +52,7 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     if not world.is_server:
         return
     config = load_config(*split_settings(options.settings))
+    check_tracker(config.run.tracker)
     if interconnect is None:
         interconnect = Interconnect(max(1, len(os.sched_getaffinity(0)) // config.run.threads))
     interconnect = replace(interconnect, ranks_per_node=options.ranks_per_node or interconnect.ranks_per_node)
@@ -98,12 +92,8 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         return
     if options.no_timing:
         return
-    needed, free = DRY_RUN_COPIES * sum(of_server.values()), free_bytes()
-    if needed > free:
-        print(
-            f"no times and no memory: the dry run needs about {readable_bytes(needed)}, and this machine, or "
-            f"its job, has {readable_bytes(free)} free; type the same on a larger one"
-        )
+    if reason := lacks_memory(method):
+        print(f"no times and no memory: {reason}; type the same on a larger one")
         return
     if options.ranks is None:
         # more workers than clients of a round have nothing to do
@@ -119,7 +109,9 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     planner = Planner(config.run, method, parts, found, interconnect)
     estimate = planner.on(ranks)
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
-    header = SlurmHeader(name, config.run.threads, estimate, on_gpu, options.time)
+    # the nodes of a job are not those where the plan is made, unless it was measured on several
+    knows_nodes = options.ranks_per_node is not None or interconnect.link_bytes_a_s is not None
+    header = SlurmHeader(name, config.run.threads, estimate, on_gpu, knows_nodes, options.time)
     lines = [
         _measured(config.run, method.context.train, found, estimate),
         _network(interconnect),
@@ -193,7 +185,7 @@ def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estim
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
     unit = "mini-batch" if train.finetune_epochs else "sample"
     return (
-        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing_gpu(run, found)}: "
+        f"measured for {readable_seconds(found.wall_s)} on {where} of this machine{missing_gpu(run, found)}: "
         f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"
@@ -212,7 +204,9 @@ def _network(interconnect: Interconnect) -> str:
     )
     measured = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
     assumed += ["a core like this one for each rank", f"{interconnect.ranks_per_node} ranks on each node"]
-    return f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
+    return (
+        f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s, {START_S:.0f} s until the first round"
+    )
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
@@ -224,7 +218,13 @@ def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     rows = [header.split(", ")]
     for _, of in sorted((estimates | {found.ranks: found}).items()):
         parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        row = [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
+        row = [
+            str(of.nodes),
+            str(of.ranks),
+            clock(START_S + of.total_s),
+            *map(readable_seconds, parts),
+            of.limit,
+        ]
         if of.ranks == found.ranks or row[2:] != rows[-1][2:]:
             rows.append(row)
     yield ""

@@ -13,7 +13,7 @@ from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
-from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline, times
+from hpcfl.formatting import aligned, clock, curve, readable_bytes, readable_seconds, sparkline, times
 from hpcfl.results.run import ENDED, Run, Status, run_folders
 from hpcfl.terminal import console
 
@@ -98,7 +98,10 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
             yield "lost", f"{times(last['lost'])} a client was lost in a round"
         yield "curve", curve(run.metrics["accuracy_mean"].tolist(), CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
-        yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
+        yield (
+            "speed",
+            f"{last['client_steps_per_s']:.0f} client steps/s, {readable_seconds(_round_s(run))} a round",
+        )
     else:
         yield "accuracy", "no evaluation yet"
     if status.state not in ENDED:

@@ -170,7 +170,8 @@ class MethodAdapter:
             for part, tensor in message.shared.items():
                 start = (tensor.data_ptr() - x.data_ptr()) // x.element_size()
                 # `expand` sends the same numbers several times
-                is_expanded = any(step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride()))
+                axes = zip(tensor.shape, tensor.stride(), strict=True)
+                is_expanded = any(size > 1 and step == 0 for size, step in axes)
                 if 0 <= start < x.numel() and not is_expanded:
                     yield name, part, (tensor.shape, tensor.stride(), start)
 

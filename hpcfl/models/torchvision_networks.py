@@ -78,11 +78,11 @@ class TorchvisionNet(Model):
         if not isinstance(state, dict):
             raise UserError(f"model.weights={weights} holds a {type(state).__name__}; {advice}")
         found = {str(name): t for name, t in state.items() if not str(name).startswith(f"{self.head}.")}
-        shape = getattr(found.get(f"{_first_convolution(body)[0]}.weight"), "shape", ())
-        if len(shape) == 4 and shape[1] != sample.channels:
+        first = found.get(f"{_first_convolution(body)[0]}.weight")
+        if isinstance(first, Tensor) and first.dim() == 4 and first.shape[1] != sample.channels:
             raise UserError(
-                f"model.weights={weights} is of a network for {shape[1]} channels, and the data are {sample}; "
-                "repeat the channel in a file of your own, or set model.weights=null"
+                f"model.weights={weights} is of a network for {first.shape[1]} channels, and the data are "
+                f"{sample}; repeat the channel in a file of your own, or set model.weights=null"
             )
         try:
             body.load_state_dict(found)

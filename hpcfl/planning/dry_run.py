@@ -24,8 +24,12 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
-from hpcfl.machine import peak_bytes
+from hpcfl.formatting import readable_bytes
+from hpcfl.machine import free_bytes, peak_bytes
+from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.base import Method
 from hpcfl.setup.experiment import Experiment, assemble, configure_process, describe, is_batched, method_of
+from hpcfl.setup.validate import state_bytes
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
@@ -39,11 +43,28 @@ TRAINING_S = 0.5
 """Clients train on more than one mini-batch if a round's training takes less than this."""
 FEWEST_SAMPLES, MAX_SCORED = 10, 500
 """Of each client: the fewest training samples, and the most samples that are scored."""
+STATES = 2.5
+"""Memory of a dry run, as a multiple of the server's state."""
 ROUNDS = 3
 """Rounds that are measured; the fastest counts, since one-time costs and other load only slow a round."""
 
 TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for way in ("down", "up"))
 """Columns of metrics.csv with bytes that are cumulative over rounds."""
+
+
+def lacks_memory(method: Method) -> str | None:
+    """Return why a method's dry run does not fit in the free memory; None if it does."""
+    needed, free = STATES * sum(state_bytes(method).values()), free_bytes()
+    if method.sharded is not None:
+        # with sharded models, the only process has those of all clients
+        rows = MethodAdapter(method).initial_clients([0]).values()
+        needed += method.context.num_clients * sum(of_client.nbytes for of_client in rows)
+    if needed <= free:
+        return None
+    return (
+        f"the dry run needs about {readable_bytes(needed)}, and this machine, or its job, has "
+        f"{readable_bytes(free)} free"
+    )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Estimate:
     evaluation_s: float
     checkpoint_s: float
     total_s: float
+    """Without the start of a job."""
     server_memory: float
     worker_memory: float
     cohort: int
@@ -133,7 +134,8 @@ class Planner:
         evaluation_s = self._evaluation_s(shards, ranks)
         middle, last = self.checkpoints()
         saves = (rounds - 1) // self._run.checkpoint_every
-        total_s = START_S + rounds * round_s + self._evaluations * evaluation_s
+        # the last checkpoint needs the models of one evaluation more
+        total_s = rounds * round_s + (self._evaluations + 1) * evaluation_s
         total_s += (saves * middle + last) / DISK_BYTES_A_S
         server_memory, worker_memory = self._memory(shards, placed)
         return Estimate(

@@ -186,7 +186,7 @@ def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> l
     if others := sum(last[f"{kind}_bytes_{way}"] for kind in ("buffer", "index") for way in ("down", "up")):
         remark += f"; beside them {readable_bytes(others)} of running statistics and indices"
     found.append(_figure("Bytes", readable_bytes(down + up), down + up, remark))
-    found.append(_figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"))
+    found.append(_figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s, up to the last evaluation"))
     if SIMULATED in last:
         seconds = last[SIMULATED]
         remark = "h:min:s on the clock of clients.step_s"

@@ -161,6 +161,10 @@ function extent(values, isPadded = true) {
   return [low, high];
 }
 
+function between([low, high], [least, most]) {
+  return [Math.max(least, low), Math.min(most, high)];
+}
+
 function marker(svg, shape, x, y, style, text = "") {
   const paths = ["M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-3.5,-3.5h7v7h-7z", "M0,-4.5l4.5,8h-9z", "M0,-5l5,5l-5,5l-5,-5z", "M-4,4l8,-8m0,8l-8,-8"];
   const made = make(svg, "path", { d: paths[shape % paths.length], transform: `translate(${x},${y})`, fill: style.stroke, stroke: style.stroke });
@@ -179,7 +183,7 @@ function lines(place, spec) {
     const shown = spec.series.map((one, number) => ({ ...one, number })).filter((one) => !hidden.has(one.number));
     const [x0, x1] = extent(shown.flatMap((one) => one.x));
     let [y0, y1] = extent(shown.flatMap((one) => [...one.y, ...(one.bands ?? []).flat(2)]));
-    [y0, y1] = spec.y.bound ? [Math.max(spec.y.bound[0], y0 - 0.06 * (y1 - y0)), Math.min(spec.y.bound[1], y1 + 0.06 * (y1 - y0))] : [y0, y1];
+    if (spec.y.bound) [y0, y1] = between([y0 - 0.06 * (y1 - y0), y1 + 0.06 * (y1 - y0)], spec.y.bound);
     const toX = (value) => left + ((value - x0) / (x1 - x0)) * (right - left);
     const toY = (value) => bottom - ((value - y0) / (y1 - y0)) * (bottom - top);
     const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height}`, "data-width": width, role: "img", "aria-label": `${spec.title}: ${spec.y.label} by ${spec.x.label}. ${shown.map((one) => `${one.name}: last ${spec.y.format(one.y.findLast(isKnown))}`).slice(0, 12).join("; ")}` });
@@ -595,7 +599,7 @@ function distribution(place, runs) {
   const draw = () => {
     holder.replaceChildren();
     const row = 30, asTick = (value) => `${Number((100 * value).toFixed(1))} %`;
-    const [svg, toX] = rowsOf(holder, widthOf(place), runs.map((run) => run.label), row, extent(known.flat()), "accuracy", asTick, "Accuracy over the clients by run");
+    const [svg, toX] = rowsOf(holder, widthOf(place), runs.map((run) => run.label), row, between(extent(known.flat()), [0, 1]), "accuracy", asTick, "Accuracy over the clients by run");
     runs.forEach((run, number) => {
       const values = known[number], y = number * row + row / 2, style = styleOf(number);
       if (!values.length) return;

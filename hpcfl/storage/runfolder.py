@@ -153,8 +153,8 @@ class RunFolder:
             self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
-            has_become_read_only = error.errno == errno.EROFS and self.store.exists
-            if error.errno in NO_ROOM or has_become_read_only:
+            # a new run can begin in another folder
+            if error.errno in (*NO_ROOM, *[errno.EROFS] * self.store.exists):
                 raise StorageError(
                     f"{problem}; {REMEDIES[error.errno]} and rerun the same command to resume"
                 ) from error

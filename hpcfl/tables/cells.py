@@ -80,8 +80,8 @@ class Cell:
     def finished_run(self) -> Run | None:
         """The run in its folder; None unless it is finished, and has these settings.
 
-        Where they name no file of the user's own, it may have read its data from any. None also if clients.csv
-        or metrics.csv is damaged, and a checkpoint can write it again; UserError without one.
+        Where they name no file of the user's own, it may have read its data from any. None also if
+        clients.csv or metrics.csv is damaged and a checkpoint can write it again; UserError without one.
         """
         try:
             return self._finished()

@@ -278,7 +278,7 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
     if pair is None:
         at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
         # a label may have a comma
-        rows = json.dumps([runs.row, other])
+        rows = json.dumps([runs.row, other], ensure_ascii=False)
         raise UserError(f"{place}: {table.path} has no such pair; add {{rows: {rows}{at}}} to its compare")
     for column in runs.columns or pair.columns:
         check_known(f"{place}: {runs.row} compared with {other}", column, "column", pair.columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from hpcfl.communication.interconnect import Interconnect
@@ -11,11 +12,13 @@ from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method
-from hpcfl.planning.dry_run import dry_run, missing_gpu
+from hpcfl.planning.dry_run import dry_run, lacks_memory, missing_gpu
 from hpcfl.planning.estimate import Planner
 from hpcfl.setup.experiment import make_method, partition_samples
-from hpcfl.setup.validate import check_chain
+from hpcfl.setup.validate import check_chain, check_settings_of_data, too_large
 from hpcfl.tables.cells import Cell, Table
+
+LOG = logging.getLogger(__name__)
 
 
 def methods_of(
@@ -41,6 +44,7 @@ def methods_of(
         try:
             data, parts = of_cell, parts or partition_samples(cell.config, arrays)
             method = make_method(cell.config, arrays, parts)
+            check_settings_of_data(cell.config, arrays, method)
             check_chain(method, num_workers)
         except UserError as error:
             raise UserError(f"{cell.place}: {error}") from error
@@ -62,14 +66,18 @@ def plan(table: Table) -> Document:
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
-        left = 0.0
+        left, reason = 0.0, None
         if finished < len(cells):
+            reason = too_large(method) or lacks_memory(method)
+        if reason:
+            LOG.warning(f"{cell.place}, not in the hours: {reason}")
+        elif finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
             planner = Planner(cell.config.run, method, parts, measured, Interconnect(1))
             missing = missing or missing_gpu(cell.config.run, measured)
             left = (len(cells) - finished) * planner.on(1).total_s / 3600
         numbers = (len(cells), finished, cell.config.train.rounds)
-        rows[cell.column].append([cell.label, *map(str, numbers), f"{left:.2f}"])
+        rows[cell.column].append([cell.label, *map(str, numbers), "-" if reason else _hours(left)])
         count, hours = count + len(cells), hours + left
     grids = []
     for column in table.columns:
@@ -88,3 +96,7 @@ def plan(table: Table) -> Document:
             f"{len(changed)} cells hold runs of other settings ({changed[0]}): --fresh starts these over."
         )
     return Document(table.title, notes, grids)
+
+
+def _hours(count: float) -> str:
+    return f"{count:.2f}" if count > 0.1 else f"{count:.2g}"

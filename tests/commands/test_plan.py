@@ -214,7 +214,7 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_are_right(capsys: pytest.Captu
     rows = re.findall(r"^(\d+) +(\d+)  0:00:1\d  .*  (\S.*)$", text, re.MULTILINE)
     assert [row[:2] for row in rows] == [("1", "3"), ("2", "4"), ("2", "6"), ("4", "12")]
     assert "assumed: 1 GB/s between nodes, 1 GB/s within one, 0.1 ms for a short message, a core" in text
-    assert re.search(r"measured for \d+ s on one core of this machine: [\d.]+ ms a round", text)
+    assert re.search(r"measured for [\d.]+ m?s on one core of this machine: [\d.]+ ms a round", text)
     estimated = r"memory, estimated: rank 0 (\S+ [MG]B), a worker (\S+ [MG]B)"
     memory = [size(part) for part in found(estimated, text)]
     assert all(100e6 < part < 2e9 for part in memory)
@@ -319,7 +319,7 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     # with as many ranks as nobody has, nothing changes either
     assert replace(planner.on(10**9), ranks=6) == planner.on(6)
     with pytest.raises(UserError, match=r"is shorter than one round .* on 4 ranks; give .* more --ranks"):
-        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, 600)
+        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, True, 600)
     # a worker also adds up its clients' uploads
     assert alone.train_s == pytest.approx(0.5 * sum(seen) + 5 * 0.1)
     assert alone.round_s == pytest.approx(alone.train_s + 5 * 0.6)
@@ -330,7 +330,7 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     assert middle == 10**6 - 800 - 2 * 2000 - 3000 + 3 * 1000 + 6 * 80 + 2 * 800
     assert last - middle == 80 + 800 + 5 * 2000 + 2 * 3000
     assert alone.total_s == pytest.approx(
-        10 + 7 * alone.round_s + 3 * alone.evaluation_s + (3 * middle + last) / 100e6
+        7 * alone.round_s + (3 + 1) * alone.evaluation_s + (3 * middle + last) / 100e6
     )
     samples = [len(part.train) for part in parts[:5]]
     loads = [0.0, 0.0, 0.0]
@@ -379,18 +379,23 @@ def test_a_node_without_rank_0_has_a_worker_more(digits: Path) -> None:
     estimate = planner_of([*tiny_settings(digits), "method.name=fedavg"]).on(4)
     estimate = replace(estimate, server_memory=400 * 2**20, worker_memory=800 * 2**20)
     for nodes, ranks, mebibytes in ((1, 4, 400 + 3 * 800), (2, 4, 2 * 800), (4, 4, 800)):
-        lines = SlurmHeader("name", 1, replace(estimate, nodes=nodes, ranks=ranks), False).lines()
+        lines = SlurmHeader("name", 1, replace(estimate, nodes=nodes, ranks=ranks), False, True).lines()
         assert f"#SBATCH --mem={math.ceil(1.25 * mebibytes / 100) * 100}M" in lines
 
 
 def test_a_plan_without_memory_for_a_dry_run_tells_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "free_bytes", lambda: 2_000_000)
-    last = printed_plan(capsys, "method.name=pfedla", "data.per_client=40").splitlines()[-1]
-    assert re.fullmatch(
-        r"no times and no memory: the dry run needs about [\d.]+ MB, and this .* 2 MB free; .*", last
-    )
+    monkeypatch.setattr("hpcfl.planning.dry_run.free_bytes", lambda: 2_000_000)
+    words = ["method.name=pfedla", "data.per_client=40"]
+    needed = []
+    for more in ([], ["method.server=sharded"]):
+        last = printed_plan(capsys, *words, *more).splitlines()[-1]
+        needed += found(
+            r"no times and no memory: the dry run needs about (.*), and this .* 2 MB free; ", last
+        )
+    # the rows of the ten clients are in the server's state, or beside it
+    assert size(needed[1]) == pytest.approx(size(needed[0]), rel=0.5)
 
 
 def test_a_rank_with_two_threads_takes_two_cores_of_a_node(
@@ -401,6 +406,9 @@ def test_a_rank_with_two_threads_takes_two_cores_of_a_node(
     words = ["method.name=fedavg", "data.per_client=40", "train.rounds=2", "run.threads=2", "--ranks", "5"]
     text = printed_plan(capsys, *words)
     assert "4 ranks on each node" in text
+    # a cluster's nodes have other numbers of cores
+    assert "#SBATCH --job-name=fedavg-digits\n#SBATCH --ntasks=5\n#SBATCH --cpus-per-task=2\n" in text
+    text = printed_plan(capsys, *words, "--ranks-per-node", "4")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks=5\n#SBATCH --ntasks-per-node=3\n" in text
 
 

@@ -85,7 +85,7 @@ def test_watch_shows_a_run_that_runs_and_is_killed(
     assert re.fullmatch(r"\d+\.\d\d% over clients", shown["spread"])
     assert re.fullmatch(r"\d+\.\d\d% \S+ \d+\.\d\d%", shown["curve"])
     assert re.fullmatch(r"\S+ \wB down, \S+ \wB up", shown["bytes"])
-    assert re.fullmatch(r"\d+ client steps/s, \S+ s a round", shown["speed"])
+    assert re.fullmatch(r"\d+ client steps/s, \S+ m?s a round", shown["speed"])
     assert re.fullmatch(r"(\d+ days?, )?\d+:\d\d:\d\d", shown["time left"])
     assert shown["log"].endswith(f"fedavg on npz, 7 clients, in {folder}")
     header, first, second = watched(folder, finished).splitlines()

@@ -177,7 +177,9 @@ def test_a_parameter_of_body_and_head_goes_with_methods_that_do_not_divide_them(
     words = [f"model.path={file}", "train.rounds=1", "data.clients=3", "data.per_client=20"]
     assert run_here(tmp_path / "fedavg", ["method.name=fedavg", *words]) == FINISHED
     error = refused(capsys, "method.name=moon", *words, "--out", tmp_path / "moon")
-    assert "method.name=moon divides the model into body and head, and body.first.weight and head.last" in error
+    assert (
+        "method.name=moon divides the model into body and head, and body.first.weight and head.last" in error
+    )
 
 
 # FedAvg

@@ -18,6 +18,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Layer
 from hpcfl.registries import load_config
+from hpcfl.training.client_group import ClientGroup
 
 OPTIMISERS = ("momentum", "adagrad", "adam", "yogi")
 AVERAGING = [name for name, method in METHODS.items() if method.traits.averages]

@@ -482,3 +482,14 @@ def test_a_plan_leaves_out_finished_cells(table: Table, capsys: pytest.CaptureFi
     _, *rows = rows_below("easy:", capsys.readouterr().out, 4)
     assert [row[1:3] for row in rows] == [["3", "3"], ["3", "3"], ["3", "0"]]
     assert [float(row[4]) > 0 for row in rows] == [False, False, True]
+
+
+def test_a_plan_names_rows_whose_dry_run_does_not_fit(
+    table: Table, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcfl.planning.dry_run.free_bytes", lambda: -1)
+    words = ["--column", "easy", "--plan"]
+    assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
+    out, err = capsys.readouterr()
+    assert [row[4] for row in rows_below("easy:", out, 4)[1:]] == ["0", "0", "-"]
+    assert re.search(r"warning: .*, not in the hours: the dry run needs about .* free\n", err)

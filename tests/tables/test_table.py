@@ -517,6 +517,17 @@ def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Pa
     assert "earlier" not in (copied / "diagnostics.csv").read_text()
 
 
+@pytest.mark.parametrize("more", [[], ["--plan"]])
+def test_settings_of_a_late_row_are_checked_before_the_first_cell(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    last = "  - {label: last, clients: {sampling: power_of_choice, candidates: 1}}\n"
+    (tmp_path / "t.yaml").write_text(TABLE + last)
+    error = refused(capsys, "table", tmp_path / "t.yaml", *words[1:], *more, "--out", tmp_path / "out")
+    assert "row 3 (last), seed 0: clients.candidates=1 are too few" in error
+    assert not (tmp_path / "out" / "fedavg-s0").exists()
+
+
 def test_a_row_is_not_called_as_another_method_than_it_runs(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
