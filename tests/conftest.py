@@ -38,7 +38,7 @@ QUICK = {
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
         *("messages", "modular", "parameters", "partitions", "randomness", "layers", "shard"),
-        *("curves", "sources", "stopping", "view"),
+        *("sources", "stopping"),
     )
 }
 """Files whose tests take under a second each, for `-m quick`."""

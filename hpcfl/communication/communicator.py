@@ -114,16 +114,9 @@ class Communicator:
         self.waited_s = 0.0
         """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START
+        """What this rank does, such as "in round 3", for error messages."""
         self._heartbeat: Heartbeat | None = None
         self._ranks_of_node = [0] if comm is None else []
-
-    def limit_messages(self, max_elements: int) -> None:
-        """From now on, hold at most this many elements a piece; call it on all ranks."""
-        self.max_elements = max_elements
-
-    def begin_phase(self, phase: str) -> None:
-        """Name the phase of the run that begins on this rank, such as "in round 3", for error messages."""
-        self.phase = phase
 
     @contextmanager
     def heartbeat_timeout(self, timeout_s: float | None) -> Iterator[None]:
@@ -133,6 +126,7 @@ class Communicator:
         after a UserError, which must be raised on all ranks.
         """
         self.phase = AT_THE_START
+        """What this rank does, such as "in round 3", for error messages."""
         if self._comm is None or timeout_s is None:
             yield
             return

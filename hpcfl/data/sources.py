@@ -38,7 +38,7 @@ class Source:
     Attributes:
         path_names: what data.path must name, such as `FOLDER`; None if the source does not use it.
         partition: the default partition, if it differs from the general one.
-        read: function of data.path (or None) that returns the samples; only sources of a user's file have it.
+        read: function of data.path (or None) that returns the samples; only sources of a user's own have it.
         reader: likewise of `data`, of the program's own sources.
         samples_overlap: whether samples of one client share numbers, as windows of one text do.
     """

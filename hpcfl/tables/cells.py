@@ -204,10 +204,6 @@ class Table:
         """Why the data of a column, by its label, cannot be read; known once its methods have been made."""
         self.title = file.title + self._changes(of_file, rounds, changes)
 
-    def leave_out(self, column: str, reason: str) -> None:
-        """Note why the data of a column cannot be read."""
-        self.not_run[column] = reason
-
     @property
     def labels(self) -> list[str]:
         return [row.label for row in self.rows]

@@ -39,7 +39,7 @@ def methods_of(
             try:
                 arrays, parts = read_source(cell.config.data), None
             except UserError as error:
-                table.leave_out(cell.column, str(error))
+                table.not_run[cell.column] = str(error)
                 continue
         try:
             data, parts = of_cell, parts or partition_samples(cell.config, arrays)

@@ -286,7 +286,7 @@ def test_heartbeats_do_not_accumulate_in_ranks_that_hardly_wait(monkeypatch: pyt
     world = open_world()
     comm = world._comm
     assert comm is not None
-    world.begin_phase("in round 7 of the run before")
+    world.phase = "in round 7 of the run before"
     with world.heartbeat_timeout(60):
         assert world.phase == "at the start"
         for _ in range(8):

@@ -46,7 +46,7 @@ def test_the_given_share_of_clients_has_wrong_labels(share: float, count: int) -
 def test_only_training_labels_are_wrong_in_a_run() -> None:
     keys = ["method.name=fedavg", "data.unseen_clients=0.25", "train.rounds=1", "data.val_fraction=0.2"]
     right, wrong = Run(*keys), Run(*keys, "data.label_noise=0.5")
-    for of_right, of_wrong in ((right.workplace, wrong.workplace), (right.unseen, wrong.unseen)):
+    for of_right, of_wrong in ((right.worker, wrong.worker), (right.unseen, wrong.unseen)):
         for place, client in enumerate(of_right.clients):
             for split, share in (("train", 0.5), ("val", 0.0), ("test", 0.0)):
                 (x, y), (x_there, y_there) = (at.shard.samples(split, place) for at in (of_right, of_wrong))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Message
 from hpcfl.data import bundled
-from hpcfl.errors import BAD_INPUT
+from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.methods.knn_per import WithNeighbours
@@ -167,6 +168,17 @@ def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
 def run_here(folder: Path, settings: Sequence[str]) -> int:
     """Run in this process, under mpirun together with the other ranks, and return the exit code."""
     return main(["--quiet", "--out", str(folder), *settings])
+
+
+def kept_runs(base: Path, settings_of: Callable[[Any], Sequence[str]]) -> Callable[[Any], Path]:
+    """Return a function from a case to the folder of its run, which the first call makes."""
+
+    @cache
+    def folder(case: Any) -> Path:
+        assert run_here(base / str(case), settings_of(case)) == FINISHED
+        return base / str(case)
+
+    return folder
 
 
 def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:

@@ -82,14 +82,14 @@ def models_of(run: Run, networks: Sequence[Network]) -> State:
 
 def predicted(run: Run, client: int, x: Tensor) -> Tensor:
     """Return the class probabilities [n, K] of samples by a client's evaluated model."""
-    group = ClientGroup(run.workplace, range(run.num_clients), run.config.train.rounds)
+    group = ClientGroup(run.worker, range(run.num_clients), run.config.train.rounds)
     found: Tensor = run.method.predict(group, run.evaluated(), client, x)
     return found
 
 
 def class_counts(run: Run) -> Tensor:
     """Return how many training samples of each class each client has, [N, K]."""
-    labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
+    labels = [run.worker.shard.samples("train", client)[1] for client in range(run.num_clients)]
     return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
 
 
@@ -98,7 +98,7 @@ def batches_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield one client's mini-batches (x, y) of a training pass; new clients follow the others."""
     new = client - run.num_clients
-    shard, place = (run.unseen.shard, new) if new >= 0 else (run.workplace.shard, client)
+    shard, place = (run.unseen.shard, new) if new >= 0 else (run.worker.shard, client)
     x, y = shard.samples("train", place)
     stream = torch_stream(run.config.run.seed, purpose, round, client)
     for _ in range(run.config.train.local_epochs if epochs is None else epochs):
@@ -177,7 +177,7 @@ def train_cohort(
 def give_one_class_each(run: Run) -> None:
     """Label all training samples of client i with class i // 2, so that nobody holds most classes."""
     for client in range(run.num_clients):
-        run.workplace.shard.samples("train", client)[1].fill_(client // 2)
+        run.worker.shard.samples("train", client)[1].fill_(client // 2)
 
 
 def adapted_by_head_alone(run: Run, head: int) -> State:
@@ -213,14 +213,14 @@ def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
 def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
     """Train one client from its state and the server's as they are now; return its upload."""
     cohort = cohort_of(run.method, [client], round)
-    clients = ClientGroup(run.workplace, [client], round)
+    clients = ClientGroup(run.worker, [client], round)
     channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    down = channel.down(run.driver.download(run.server, cohort), cohort)
-    if run.driver.needs_request(round):
-        asked = run.driver.client_request(clients, down)
-        answer = run.driver.server_response(run.server, cohort, asked.per_client)
+    down = channel.down(run.adapter.download(run.server, cohort), cohort)
+    if run.adapter.needs_request(round):
+        asked = run.adapter.client_request(clients, down)
+        answer = run.adapter.server_response(run.server, cohort, asked.per_client)
         down = down | asked | channel.down(answer, cohort)
-    return run.driver.train(clients, down), clients
+    return run.adapter.train(clients, down), clients
 
 
 def step_size(run: Run, round: int) -> float:
@@ -266,7 +266,7 @@ def adapted_gaussians(
     run: Run, client: int, round: int, network: Network, mu: Tensor, sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what pFedFDA makes of mu and Sigma for a client whose network is in evaluation mode."""
-    x, y = run.workplace.shard.samples("train", client)
+    x, y = run.worker.shard.samples("train", client)
     ridge = run.config.method.options.ridge
     with torch.no_grad():
         features = network.eval().body(x)

@@ -21,6 +21,7 @@ from typing import Any
 from bits import SPECIAL
 
 from hpcfl.commands.reference import Key, about, citation, goes_with, keys
+from hpcfl.formatting import markdown
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.results.run import scored_when
@@ -65,7 +66,9 @@ def overview() -> str:
         "sends in a small run on the digits, with the settings on the method's page. `round` and\n"
         "`evaluation`: time of a round of one local epoch, and of an evaluation, on one core\n"
         "(`hpcfl bench --parts methods`).\n\n"
-        + table(("name", "what it does", "scored", "down", "up", "round", "evaluation", "defined in"), rows)
+        + markdown(
+            [("name", "what it does", "scored", "down", "up", "round", "evaluation", "defined in"), *rows]
+        )
     )
 
 
@@ -124,14 +127,7 @@ def keys_table(found: Iterable[Key]) -> str:
         (f"`{key.name}`", escaped(key.meaning), escaped(key.kind), f"`{key.default}`" if key.default else "")
         for key in found
     )
-    return table(("key", "meaning", "allowed", "default"), rows)
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of Markdown."""
-    lines = [list(header), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
+    return markdown([("key", "meaning", "allowed", "default"), *rows])
 
 
 def docstring(name: str) -> str:

@@ -70,13 +70,13 @@ class Run:
         if kind is not None:
             method = kind(experiment.method.context, self.config.method.options)
             experiment = replace(experiment, method=method)
-        self.workplace = experiment.worker_context
+        self.worker = experiment.worker_context
         self.unseen = experiment.unseen
-        for place in (self.workplace, self.unseen):
+        for place in (self.worker, self.unseen):
             if place.shard.x.is_floating_point():
                 place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
-        self.driver = experiment.adapter
+        self.adapter = experiment.adapter
         self.num_clients = experiment.num_clients
         stop = StopFlag()
         try:
@@ -85,7 +85,7 @@ class Run:
         finally:
             stop.restore()
         self.server: State = self.simulation.server
-        self.clients: State = self.workplace.state
+        self.clients: State = self.worker.state
 
     @property
     def bytes_by_client(self) -> Tensor:
@@ -96,7 +96,7 @@ class Run:
         """Return the models of clients that took no part in training, [U, ...]."""
         federation = self.simulation._federation
         models = [
-            self.driver.new_client_model(clients, down)
+            self.adapter.new_client_model(clients, down)
             for cohort in federation.cohorts(self.config.train.rounds, federation.unseen)
             for clients, down in federation.downloads(self.server, cohort)
         ]
@@ -107,12 +107,12 @@ class Run:
         rounds, everyone = self.config.train.rounds, range(self.num_clients)
         cohort = Cohort(rounds, tuple(everyone), self.method.context.num_samples)
         channel = Channel(Communicator(), self.method.layers, self.num_clients)
-        message = self.driver.eval_download(self.server, cohort)
+        message = self.adapter.eval_download(self.server, cohort)
         down = channel.down(message, cohort, codec_of(self.config.comm, "down"))
         models = []
         for group in groups or [range(client, client + 1) for client in everyone]:
-            clients = ClientGroup(self.workplace, group, rounds)
-            models.append(self.driver.eval_model(clients, down.select(slice(group.start, group.stop))))
+            clients = ClientGroup(self.worker, group, rounds)
+            models.append(self.adapter.eval_model(clients, down.select(slice(group.start, group.stop))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 
@@ -127,7 +127,7 @@ def make_network(name: str = "digits_cnn", *, seed: int = 0, side: int = 8, **op
     return build_network(name, SampleType((1, side, side)), 10, chosen, seed)
 
 
-def make_place(
+def make_worker(
     network: nn.Module,
     sizes: Sequence[int],
     train: TrainConfig,

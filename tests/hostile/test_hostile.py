@@ -446,7 +446,6 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         ),
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
-        # this text is in the source of an exported model, which is run to test it
         (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/loss", data=np.zeros((9, 3))), "are not those of the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),

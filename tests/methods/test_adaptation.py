@@ -92,7 +92,7 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
 def test_rounds_of_per_fedavg_equal_those_by_hand(variant: str, keys: tuple[str, ...]) -> None:
     keys = (f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
     run = Run(PER_FEDAVG, *keys)
-    start = run.driver.initial_server()
+    start = run.adapter.initial_server()
     theta, statistics = start["theta"], run.method.buffers.initial()
     for number in range(2):
         cohort = run.simulation.cohort(number)
@@ -142,7 +142,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_with_its_step_size() -> N
     run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
     tuned = run.evaluated()["theta"]
     for client in range(4):
-        alone = ClientGroup(run.workplace, [client], 1)
+        alone = ClientGroup(run.worker, [client], 1)
         by_hand = alone.sgd(run.server["theta"].unsqueeze(0), epochs=2, lr=0.1, purpose="finetune").theta
         assert torch.equal(tuned[client], by_hand[0])
 
@@ -174,7 +174,7 @@ class Reference:
 
     def one_pass(self, client: int, round: int, number: int, weights: Tensor) -> tuple[Tensor, float]:
         """Return the weights after a pass over the round's share of samples, and its mean loss."""
-        seed, (x, y) = self.run.config.run.seed, self.run.workplace.shard.samples("train", client)
+        seed, (x, y) = self.run.config.run.seed, self.run.worker.shard.samples("train", client)
         stream = torch_stream(seed, "adaptive aggregation", round, client)
         samples = torch.randperm(len(y), generator=stream)[: int(self.params.share * len(y) + 0.5)]
         stream = torch_stream(seed, f"adaptive aggregation/{number}", round, client)
@@ -207,7 +207,7 @@ class Reference:
             self.weights[client], passes = self.learn(client, number)
             self.passes[client].append(passes)
             self.stage[client] = 2 if passes else max(1, self.stage[client])
-            alone = ClientGroup(self.run.workplace, [client], number)
+            alone = ClientGroup(self.run.worker, [client], number)
             alone.replace_buffers(self.statistics.unsqueeze(0).clone())
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
             moved.append(alone.buffers[0])
@@ -262,7 +262,7 @@ def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
     assert torch.equal(run.clients["weights"], torch.ones(4, HEAD))
     moved = (run.clients["theta"] != run.method.context.initial_parameters()).any(dim=1)
     assert moved.tolist() == [client in sampled for client in range(4)]
-    run.workplace.state["theta"][sampled[0]] = run.server["theta"]
+    run.worker.state["theta"][sampled[0]] = run.server["theta"]
     assert work(run, sampled[0], 1)[1]["stage"].tolist() == [1]
     hats = run.evaluated()["theta"]
     equal = (hats == run.server["theta"]).all(dim=1)

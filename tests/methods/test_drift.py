@@ -145,7 +145,7 @@ def test_weights_of_a_class_that_no_client_of_the_round_has_do_not_change() -> N
 
 def test_a_client_of_fedlc_with_one_class_returns_the_model_unchanged() -> None:
     run = Run(*MLP, "method.name=fedlc", "train.rounds=1")
-    run.workplace.shard.samples("train", 2)[1].fill_(3)
+    run.worker.shard.samples("train", 2)[1].fill_(3)
     down, (up, clients) = run.method.download(run.server, run.simulation.cohort(0)), work(run, 2)
     assert torch.equal(up["theta"], down["theta"])
     assert clients.loss_sum.item() == 0

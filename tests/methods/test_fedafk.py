@@ -33,9 +33,9 @@ def fixed_head(run: Run) -> Tensor:
 def test_all_clients_and_rounds_share_one_fixed_head_that_no_client_owns() -> None:
     run = Run(OURS, *MLP, "train.participation=0.5")
     head, h_0 = run.method.layout.head, fixed_head(run)
-    assert torch.equal(run.driver.initial_server()["theta"][head], h_0)
+    assert torch.equal(run.adapter.initial_server()["theta"][head], h_0)
     assert torch.equal(run.server["theta"][head], h_0)
-    start = run.driver.initial_clients(range(4))["theta"][:, head]
+    start = run.adapter.initial_clients(range(4))["theta"][:, head]
     assert all((own - h_0).abs().mean() > 0.01 for own in (*start, *run.clients["theta"][:, head]))
     more = Run(OURS, *MLP, "train.rounds=1", "data.clients=6")
     assert torch.equal(more.server["theta"][head], h_0)
@@ -47,7 +47,7 @@ def test_the_fixed_head_is_never_sent() -> None:
     run = Run(OURS, *MLP, "train.rounds=1")
     channel = Channel(Communicator(), run.method.layers, 4)
     cohort = Cohort(0, tuple(range(4)), run.method.context.num_samples)
-    arrived = channel.down(run.driver.download(run.server, cohort), cohort)
+    arrived = channel.down(run.adapter.download(run.server, cohort), cohort)
     head, body = run.method.layout.head, run.method.layout.body
     assert not arrived["theta"][:, head].any()
     assert torch.equal(arrived["theta"][:, body], run.server["theta"][body].expand(4, -1))

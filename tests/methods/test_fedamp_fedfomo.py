@@ -218,7 +218,7 @@ def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out() ->
 
 def test_held_out_samples_are_used_for_weights_and_never_for_training() -> None:
     run = Run(FEDFOMO, *MLP, *UNEQUAL_FEW, "method.models=3", "method.held_out=0.3")
-    shard = run.workplace.shard
+    shard = run.worker.shard
     client, number = 3, 4
     start = int(shard.offset["train"][client])
     held_out, rest = (start + part for part in held_out_and_rest(run, client, 0.3))
@@ -234,7 +234,7 @@ def test_held_out_samples_are_used_for_weights_and_never_for_training() -> None:
     up, clients = work(run, client, number)
     assert (up.per_client["weights"] == 0).all()
     assert clients["theta"].isfinite().all()
-    tuned = run.method.finetune(ClientGroup(run.workplace, [client], number), Message(), 1)
+    tuned = run.method.finetune(ClientGroup(run.worker, [client], number), Message(), 1)
     assert tuned["theta"].isfinite().all()
     shard.x[held_out], shard.x[rest[:1]] = images[held_out], torch.nan
     assert work(run, client, number)[1]["theta"].isnan().any()
@@ -271,7 +271,7 @@ def test_a_client_needs_samples_for_weights_and_for_training(model: str, fewest:
 
 def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a client's mini-batches of the samples that are not held out."""
-    x, y = run.workplace.shard.samples("train", client)
+    x, y = run.worker.shard.samples("train", client)
     rest = held_out_and_rest(run, client)[1]
     order = rest[torch.randperm(len(rest), generator=torch_stream(0, "batches", round, client))]
     for start, stop in minibatches(len(rest), run.config.train.batch_size):
@@ -294,7 +294,7 @@ def test_rounds_of_fedfomo_equal_those_by_hand(keys: tuple[str, ...]) -> None:
         )
         fewer += count < run.method.num_received
         for client in cohort:
-            x, y = run.workplace.shard.samples("train", client)
+            x, y = run.worker.shard.samples("train", client)
             samples = held_out_and_rest(run, client)[0]
             ids = run.method.chosen(affinity[client], is_known, client, number)[:count].tolist()
             before = previous[client]

@@ -31,7 +31,7 @@ class Reference:
 
     def __init__(self, run: Run) -> None:
         self.run, self.params = run, run.config.method.options
-        start = run.driver.initial_server()
+        start = run.adapter.initial_server()
         self.theta, self.buffers = start["theta"], start.get("buffers", torch.empty(0))
         self.consensus: Tensor | None = None
         self.offsets = torch.zeros(4, FEATURES)
@@ -44,7 +44,7 @@ class Reference:
             if self.consensus is None:
                 train_by_torch(self.run, client, number, network)
                 with torch.no_grad():
-                    x, _ = self.run.workplace.shard.samples("train", client)
+                    x, _ = self.run.worker.shard.samples("train", client)
                     means.append(network.eval().body(x).mean(dim=0))
             else:
                 self.train(client, number, network, self.consensus)
@@ -97,7 +97,7 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
         assert_close(run.server["buffers"], reference.buffers)
     assert run.clients["offset"].abs().max() > 1e-3
     for client in range(4):
-        x, _ = run.workplace.shard.samples("test", client)
+        x, _ = run.worker.shard.samples("test", client)
         assert_close(predicted(run, client, x), reference.probabilities(client, x))
 
 

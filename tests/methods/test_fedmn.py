@@ -102,7 +102,7 @@ def fedavg_by_hand(run: Run, model: nn.Module, rounds: int) -> nn.Module:
         for client, count in zip(cohort.clients, cohort.num_samples.tolist(), strict=True):
             local = copy.deepcopy(model).train()
             optimiser = torchs_optimiser(run, list(local.parameters()), round)
-            for batch in ClientGroup(run.workplace, [client], round).batches():
+            for batch in ClientGroup(run.worker, [client], round).batches():
                 optimiser.zero_grad()
                 cross_entropy(local(batch.x[0]), batch.y[0]).backward()
                 optimiser.step()
@@ -221,7 +221,7 @@ def test_a_step_equals_plain_autograd(double: None, routing: str) -> None:
     trained = work(run, client, round)[0].per_client["theta"][0]
 
     network = network_with(run.method, run.server["theta"])
-    (batch,) = ClientGroup(run.workplace, [client], round).batches()
+    (batch,) = ClientGroup(run.worker, [client], round).batches()
     x, y = batch.x[0], batch.y[0]
     logits = network.get_submodule("router")(x, y).mean(dim=0)
     uniform = torch.rand(10, generator=torch_stream(0, "routing", round, client))
@@ -257,7 +257,7 @@ def test_a_step_with_dropout_equals_plain_autograd(double: None) -> None:
     client = 2
     trained = work(run, client)[0].per_client["theta"][0]
 
-    (batch,) = ClientGroup(run.workplace, [client], 0).batches()
+    (batch,) = ClientGroup(run.worker, [client], 0).batches()
     x, y, network = batch.x[0], batch.y[0], network_with(run.method, start["theta"])
     drawn, _ = uniform_by_key(torch.tensor([stream_seed(0, "dropout", 0, client)]), (len(x), 10))
     kept = (drawn[0] >= 0.4) / 0.6
@@ -290,7 +290,7 @@ def test_clients_of_two_planted_groups_decide_differently() -> None:
     """Clients 0 and 1 have half of the classes each, 2 and 3 the others."""
     keys = ("data.partition.name=pairs", "data.per_client=100", "train.rounds=8", "train.lr=0.1")
     run = Run(*NARROW, *keys)
-    network, shard = network_with(run.method, run.server["theta"]), run.workplace.shard
+    network, shard = network_with(run.method, run.server["theta"]), run.worker.shard
     with torch.no_grad():
         logits = [network.get_submodule("router")(*shard.samples("train", c)).mean(dim=0) for c in range(4)]
     found = torch.stack(logits).sigmoid()
@@ -317,7 +317,7 @@ def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, l
     for client, decision in enumerate(decisions):
         network = network_with(method, theta)
         active = active_names(method, decision.int().tolist())
-        for batch in ClientGroup(run.workplace, [client], 0).batches():
+        for batch in ClientGroup(run.worker, [client], 0).batches():
             loss = cross_entropy(paths_by_hand(network, batch.x[0], list(decision))[0], batch.y[0])
             gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
             for parameter, gradient in zip(network.parameters(), gradients, strict=True):
@@ -376,7 +376,7 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
         network = network_with(run.method, starts[round]["theta"])
         for client, row in zip(clients, bits, strict=True):
             with torch.no_grad():
-                samples = run.workplace.shard.samples("train", client)
+                samples = run.worker.shard.samples("train", client)
                 logits = network.get_submodule("router")(*samples).mean(dim=0)
             probabilities[client] = logits.sigmoid()
             stream = torch_stream(0, "routing", round, client)
@@ -482,7 +482,7 @@ def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) ->
     networks = [network_with(run.method, state["theta"]) for state in run.method.after]
     decisions = run.evaluated()["decision"]
     for client in range(4):
-        x, y = run.workplace.shard.samples("test", client)
+        x, y = run.worker.shard.samples("test", client)
         with torch.no_grad():
             of_classifier = cross_entropy(networks[0](x), y).item()
             of_blocks = cross_entropy(networks[1](x, decisions[client]), y).item()

@@ -119,9 +119,9 @@ class Guided(OfClient):
 
 def test_embeddings_are_drawn_from_the_seed_and_the_body_starts_as_the_model_s() -> None:
     one, other = (Run(GPFL, "train.rounds=1", f"run.seed={seed}") for seed in (1, 2))
-    first = one.driver.initial_server()["theta"]
+    first = one.adapter.initial_server()["theta"]
     place = slice(one.method.context.layout.body.stop, one.method.context.layout.body.stop + 640)
-    assert not torch.equal(first[place], other.driver.initial_server()["theta"][place])
+    assert not torch.equal(first[place], other.adapter.initial_server()["theta"][place])
     assert 0.9 < first[place].std() < 1.1
     plain = one.method.context.initial_parameters()
     assert torch.equal(first[: place.start], plain[:-HEAD])
@@ -227,7 +227,7 @@ def discrepancy(one: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.usefixtures("double")
 def test_rounds_equal_a_plain_implementation(kind: type[OfClient], keys: tuple[str, ...]) -> None:
     run = Run(*keys)
-    start = run.driver.initial_server()
+    start = run.adapter.initial_server()
     theta, buffers = start["theta"], start.get("buffers", torch.empty(0))
     heads = theta[-HEAD:].repeat(4, 1)
 
@@ -248,7 +248,7 @@ def test_rounds_equal_a_plain_implementation(kind: type[OfClient], keys: tuple[s
     assert_close(run.server["theta"], theta)
     assert_close(run.clients["head"], heads)
     for client in range(4):
-        x, _ = run.workplace.shard.samples("test", client)
+        x, _ = run.worker.shard.samples("test", client)
         with torch.no_grad():
             expected = of_client(client).eval().logits_of(client, x).softmax(dim=1)
         assert_close(predicted(run, client, x), expected)

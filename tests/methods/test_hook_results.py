@@ -425,7 +425,7 @@ def test_clients_that_start_with_one_tensor_for_all_have_rows_of_their_own(
     run = Run("method.name=expanded", *MLP, "train.rounds=2")
     assert run.clients["sum"].tolist() == [[0, 0], [2, 2], [4, 4], [6, 6]]
     # also where a rank has one client, of whom a view would be as it is written
-    view = run.driver.initial_clients([0])["sum"]
+    view = run.adapter.initial_clients([0])["sum"]
     assert view.untyped_storage().data_ptr() != run.method.start.untyped_storage().data_ptr()
 
 

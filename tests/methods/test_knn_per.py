@@ -38,8 +38,8 @@ def test_predictions_equal_those_by_hand() -> None:
     run = Run(*UNEQUAL_FEW, KNN_PER, *keys)
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
     for client in range(4):
-        known, labels = run.workplace.shard.samples("train", client)
-        x, _ = run.workplace.shard.samples("test", client)
+        known, labels = run.worker.shard.samples("train", client)
+        x, _ = run.worker.shard.samples("test", client)
         with torch.no_grad():
             store, features, by_model = network.body(known), network.body(x), network(x).softmax(dim=1)
         found = predicted(run, client, x)
@@ -57,7 +57,7 @@ def test_without_neighbours_it_is_fedavg_and_without_the_model_it_is_the_neighbo
     fedavg = Run(*UNEQUAL_FEW, "method.name=fedavg")
     none, alone = (Run(*UNEQUAL_FEW, KNN_PER, f"method.weight={weight}") for weight in (0, 1))
     for client in range(4):
-        x, y = none.workplace.shard.samples("train", client)
+        x, y = none.worker.shard.samples("train", client)
         torch.testing.assert_close(predicted(none, client, x), predicted(fedavg, client, x))
         # a class that no sample of the client has gets no vote
         absent = y.bincount(minlength=10) == 0
@@ -73,7 +73,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
     run = Run("data.per_client=80", "data.val_fraction=0.3", KNN_PER, "method.neighbours=1", "train.lr=0.2")
     weights = run.evaluated()["weight"]
     for client in range(4):
-        x, y = run.workplace.shard.samples("val", client)
+        x, y = run.worker.shard.samples("val", client)
         losses = []
         for tenth in range(11):
             vars(run.method)["params"] = run.method.params.model_copy(update={"weight": tenth / 10})
@@ -82,7 +82,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
         vars(run.method)["params"] = run.method.params.model_copy(update={"weight": None})
         assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
         # test samples have no effect
-        shard = run.workplace.shard
+        shard = run.worker.shard
         shard.x[shard._part("test", client)] *= -1
     assert torch.equal(run.evaluated()["weight"], weights)
     assert len(weights.unique()) > 1
@@ -90,7 +90,7 @@ def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> No
 
 def test_clients_with_one_sample_and_with_one_class() -> None:
     run = Run(KNN_PER, "train.rounds=1")
-    shard = run.workplace.shard
+    shard = run.worker.shard
     shard.samples("train", 1)[1].fill_(3)
     shard.count["train"][2] = 1
     evaluated = run.evaluated()

@@ -136,7 +136,7 @@ def with_decision(run: Run) -> State:
     network, decisions = network_with(run, run.server["theta"], run.server["buffers"]).eval(), []
     for client in range(N):
         with torch.no_grad():
-            logits = network.router(*run.workplace.shard.samples("train", client)).mean(dim=0)
+            logits = network.router(*run.worker.shard.samples("train", client)).mean(dim=0)
         decisions.append(network.opened((logits > 0).to(logits.dtype), logits))
     return the_same_for_all(run) | {"decision": torch.stack(decisions)}
 
@@ -148,7 +148,7 @@ def with_neighbours(run: Run) -> State:
     store = torch.full((N, most, network.num_features), torch.inf)
     labels, weight = torch.zeros(N, most, dtype=torch.int64), torch.zeros(N)
     for client in range(N):
-        x, y = run.workplace.shard.samples("train", client)
+        x, y = run.worker.shard.samples("train", client)
         with torch.no_grad():
             features, by_model = network.body(x), network(x).softmax(dim=1)
         store[client, : len(y)], labels[client, : len(y)] = features, y
@@ -208,7 +208,7 @@ def test_both_engines_agree(
     finished: Callable[[str, str], Run], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, batched = finished(case, "loop"), finished(case, "batched")
-    assert batched.workplace.engine.clients_at_once == 3
+    assert batched.worker.engine.clients_at_once == 3
     torch.testing.assert_close(batched.server, loop.server, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(batched.clients, loop.clients, rtol=1e-7, atol=1e-9)
     kept = copy.deepcopy([(run.server, run.clients) for run in (loop, batched)])
@@ -239,40 +239,40 @@ def loss_on_training_data(run: Run, clients: ClientGroup, model: Message) -> flo
 def test_models_are_scored_at_the_expected_moments(finished: Callable[[str, str], Run], case: str) -> None:
     """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
     run = finished(case, "loop")
-    driver, traits, state = run.driver, run.method.traits, run.workplace.state
+    adapter, traits, state = run.adapter, run.method.traits, run.worker.state
     cohort = Cohort(ROUNDS, tuple(range(N)), run.method.context.num_samples)
     channel = Channel(Communicator(), run.method.layers, N)
     kept = copy.deepcopy((run.server, state))
-    to_evaluate = channel.down(driver.eval_download(run.server, cohort), cohort)
-    to_train = channel.down(driver.download(run.server, cohort), cohort)
+    to_evaluate = channel.down(adapter.eval_download(run.server, cohort), cohort)
+    to_train = channel.down(adapter.download(run.server, cohort), cohort)
     before, after = [], []
     for client in range(N):
         part = slice(client, client + 1)
         to_score, down = to_evaluate.select(part), to_train.select(part)
-        clients = ClientGroup(run.workplace, [client], ROUNDS)
-        received = driver.model_after_download(clients, to_score)
+        clients = ClientGroup(run.worker, [client], ROUNDS)
+        received = adapter.model_after_download(clients, to_score)
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
         if traits.eval_after == "download" and not run.config.train.finetune_epochs:
-            scored = driver.eval_model(ClientGroup(run.workplace, [client], ROUNDS), to_score)
+            scored = adapter.eval_model(ClientGroup(run.worker, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
-        clients = ClientGroup(run.workplace, [client], ROUNDS)
-        if driver.needs_request(ROUNDS):
-            asked = driver.client_request(clients, down)
+        clients = ClientGroup(run.worker, [client], ROUNDS)
+        if adapter.needs_request(ROUNDS):
+            asked = adapter.client_request(clients, down)
             alone = Cohort(ROUNDS, (client,), torch.ones(1))
-            down = down | asked | driver.server_response(run.server, alone, asked.per_client)
-        up = driver.train(clients, down)
+            down = down | asked | adapter.server_response(run.server, alone, asked.per_client)
+        up = adapter.train(clients, down)
         end = copy.deepcopy((up.per_client, clients.buffers, {name: clients[name] for name in state}))
-        trained = driver.model_after_training(clients, down, up)
+        trained = adapter.model_after_training(clients, down, up)
         after.append(loss_on_training_data(run, clients, trained))
         now = (up.per_client, clients.buffers, {name: clients[name] for name in state})
         torch.testing.assert_close(now, end, rtol=0, atol=0)
         if traits.eval_after == "training":
             clients.commit()
-            scored = driver.eval_model(ClientGroup(run.workplace, [client], ROUNDS), to_score)
+            scored = adapter.eval_model(ClientGroup(run.worker, [client], ROUNDS), to_score)
             assert_same_model(trained, scored)
             for name, rows in kept[1].items():
                 state[name].copy_(rows)

@@ -245,7 +245,7 @@ class FedRoDReference:
 
     def __init__(self, run: Run) -> None:
         self.run, self.is_hyper = run, run.config.method.options.hyper_head
-        start = run.driver.initial_server()
+        start = run.adapter.initial_server()
         self.theta, self.buffers, self.psi = start["theta"], start["buffers"], start.get("hypernetwork")
         head = run.method.context.initial_parameters()[numbers(run, in_head)]
         self.heads = [head] * run.num_clients
@@ -316,7 +316,7 @@ def test_rounds_of_fedrod_equal_a_plain_implementation(keys: tuple[str, ...]) ->
     server |= {} if reference.psi is None else {"hypernetwork": reference.psi}
     assert_close((run.server, run.clients), (server, clients))
     for client in range(4):
-        x, _ = run.workplace.shard.samples("test", client)
+        x, _ = run.worker.shard.samples("test", client)
         assert_close(predicted(run, client, x), reference.probabilities(client, x))
 
 

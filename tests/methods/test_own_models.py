@@ -102,7 +102,7 @@ def test_alpha_stays_in_its_interval(alpha_moves: str) -> None:
     keys = ("train.rounds=2", "train.batch_size=100")
     run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", *keys)
     assert run.clients["alpha"].min() == 0
-    run.workplace.state["alpha"].fill_(0.5)
+    run.worker.state["alpha"].fill_(0.5)
     # next to a ruined global model the client's own is worth everything
     run.server["theta"] += random(DIGITS_CNN)
     assert float(work(run, 0)[1]["alpha"]) == 1
@@ -254,10 +254,10 @@ def test_a_download_contains_the_model_from_which_training_starts(method: str) -
     run = Run(*keys, f"method.name={method}")
     cohort = Cohort(2, tuple(range(4)), run.method.context.num_samples)
     channel = Channel(Communicator(), run.method.layers, 4)
-    down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
+    down = channel.down(run.adapter.eval_download(run.server, cohort), cohort)
     for client in range(4):
-        clients = ClientGroup(run.workplace, [client], 2)
-        model = run.driver.model_after_download(clients, down.select(slice(client, client + 1)))
+        clients = ClientGroup(run.worker, [client], 2)
+        model = run.adapter.model_after_download(clients, down.select(slice(client, client + 1)))
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
         own = run.clients["theta"][client]
         if method == "ditto":

@@ -115,7 +115,7 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
         clients = list(run.simulation.cohort(number).clients)
         ends = []
         for client in clients:
-            _, y = run.workplace.shard.samples("train", client)
+            _, y = run.worker.shard.samples("train", client)
             weights, biases = discriminant_head(mu, sigma, y)
             begin = torch.cat([theta[layout.body], weights.flatten(), biases])
             network = network_with(run, begin, buffers)
@@ -130,7 +130,7 @@ def test_rounds_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     expected = {"theta": theta, "means": mu, "covariance": sigma}
     assert_close(run.server, expected | ({"buffers": buffers} if "buffers" in run.server else {}))
     for client, model in enumerate(run.evaluated()["theta"]):
-        _, y = run.workplace.shard.samples("train", client)
+        _, y = run.worker.shard.samples("train", client)
         gaussians = adapted_gaussians(run, client, 3, network_with(run, theta, buffers), mu, sigma)
         weights, biases = discriminant_head(*gaussians, y)
         assert_close(model, torch.cat([theta[layout.body], weights.flatten(), biases]))
@@ -155,7 +155,7 @@ def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
     assert up.per_client["covariance"].isfinite().all()
     network = network_with(run, up.per_client["theta"][0], clients.buffers[0]).eval()
     with torch.no_grad():
-        features = network.body(run.workplace.shard.samples("train", 0)[0])
+        features = network.body(run.worker.shard.samples("train", 0)[0])
     assert_close(sent[0], features.mean(dim=0), atol=1e-12)
 
 

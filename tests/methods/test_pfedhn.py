@@ -61,13 +61,13 @@ def part(server: State) -> State:
 
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
-    run.driver.aggregate(server, cohort_of(run.method, clients), upload_of({"update": deltas}))
+    run.adapter.aggregate(server, cohort_of(run.method, clients), upload_of({"update": deltas}))
 
 
 def method_of(*keys: str) -> tuple[Run, State]:
     """Return a method with a drawn generator, so that all its gradients are there, and the server's start."""
     run = Run(OURS, *SMALL_ONE, "method.start=drawn", "train.rounds=1", *keys)
-    return run, run.driver.initial_server()
+    return run, run.adapter.initial_server()
 
 
 def whole(gradients: Gradients) -> State:
@@ -107,7 +107,7 @@ def test_a_common_start_generates_the_model_s_weights_and_a_random_start_does_no
     common, drawn = (Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn"))
     initial = common.method.context.initial_parameters()
     equal, apart = (
-        run.driver.download(run.driver.initial_server(), cohort_of(run.method, range(4)))["theta"]
+        run.adapter.download(run.adapter.initial_server(), cohort_of(run.method, range(4)))["theta"]
         for run in (common, drawn)
     )
     assert torch.equal(equal, initial.expand(4, -1))
@@ -122,11 +122,11 @@ def test_a_common_start_generates_the_model_s_weights_and_a_random_start_does_no
 def test_a_small_step_lowers_the_loss_of_the_generated_model() -> None:
     keys = ("method.hypernetwork_weight_decay=0", "method.hypernetwork_lr=0.001", "train.lr=0.01")
     run = Run(OURS, *SMALL_ONE, "train.rounds=1", *keys)
-    run.server = run.driver.initial_server()
-    x, y = run.workplace.shard.samples("train", 2)
+    run.server = run.adapter.initial_server()
+    x, y = run.worker.shard.samples("train", 2)
 
     def loss_of_generated() -> float:
-        theta = run.driver.download(run.server, cohort_of(run.method, [2]))["theta"][0]
+        theta = run.adapter.download(run.server, cohort_of(run.method, [2]))["theta"][0]
         return float(loss(run, theta, x, y))
 
     before, delta = loss_of_generated(), work(run, 2)[0].per_client["update"]

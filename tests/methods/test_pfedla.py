@@ -89,7 +89,7 @@ def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: 
 def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> None:
     one = Run("train.rounds=1", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     uniform = torch.full((4, 4, 4), 0.25)
-    assert torch.equal(one.method.alpha(one.driver.initial_server(), range(4)), uniform)
+    assert torch.equal(one.method.alpha(one.adapter.initial_server(), range(4)), uniform)
     assert torch.equal(one.method.alpha(one.server, range(4)), uniform)
     two = Run("train.rounds=2", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     assert (two.method.alpha(two.server, range(4)) - 0.25).abs().max() > 1e-3
@@ -120,7 +120,7 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 def test_a_client_whose_model_moves_to_another_client_s_weighs_that_client_more(optimiser: str) -> None:
     keys = ("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
     run = Run(*keys, "train.rounds=1")
-    server = run.driver.initial_server()
+    server = run.adapter.initial_server()
     server["optimiser/largest_update"][0] = 1e-3  # it took part before
     before, other = run.method.alpha(server, [0]), server["theta"][1:2].clone()
     aggregate(run.method, server, [0], other)
@@ -170,7 +170,7 @@ def test_codes_of_a_layer_that_the_whole_cohort_retains_do_not_change(optimiser:
     keys = (*DIVERSE, *LOW_RANK, "train.rounds=2", "method.name=heurpfedla", "method.k=1")
     run = Run(*keys, f"method.optimiser={optimiser}", kind=retaining("fc1"))
     fc1 = [layer.name for layer in run.method.layers].index("fc1")
-    moved = run.server["common/codes"] != run.driver.initial_server()["common/codes"]
+    moved = run.server["common/codes"] != run.adapter.initial_server()["common/codes"]
     assert moved[0].flatten(1).any(dim=1).tolist() == [number != fc1 for number in range(4)]
     if optimiser == "adam":
         steps = run.server["common_optimiser/heads.steps"][0].tolist()
@@ -217,7 +217,7 @@ class Reference:
     def __init__(self, run: Run, kept: Sequence[str]) -> None:
         self.kept = kept
         self.run, self.params, clients = run, run.config.method.options, range(run.num_clients)
-        start = run.driver.initial_server()
+        start = run.adapter.initial_server()
         self.theta, self.buffers = start["theta"], run.method.buffers.initial(clients)
         shape = run.method.hypernetworks
         self.hypernetworks = [OneClient(shape, hypernetworks(start), client) for client in clients]
@@ -297,7 +297,7 @@ def test_rounds_equal_a_plain_implementation_with_one_module_for_each_client(
     mixed = torch.stack([reference.mixture(client).detach() for client in range(run.num_clients)])
     expected = {"theta": mixed, "buffers": reference.buffers}
     assert_close(run.evaluated(), expected)
-    start = run.driver.initial_server()
+    start = run.adapter.initial_server()
     assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
 
 
@@ -311,7 +311,7 @@ def test_each_layer_of_the_chosen_granularity_has_its_own_weights(layer: str, nu
     )
     alpha = run.method.alpha(run.server, range(4))
     assert alpha.shape == (4, num_layers, 4)
-    sent = run.driver.download(run.server, cohort_of(run.method, range(4)))
+    sent = run.adapter.download(run.server, cohort_of(run.method, range(4)))
     mixed, statistics = sent["theta"], sent["buffers"]
     names = [part.name for part in run.method.layers]
     number_of = {
@@ -336,7 +336,7 @@ def test_mixed_statistics_are_kept_and_sent_by_the_server() -> None:
     initial = run.method.buffers.initial()
     for client, row in enumerate(run.server["buffers"]):
         assert torch.equal(row, initial) != (client in seen)
-    message = run.driver.download(run.server, cohort_of(run.method, range(4)))
+    message = run.adapter.download(run.server, cohort_of(run.method, range(4)))
     counted = count_bytes(message, run.method.layers)
     assert counted.buffers.tolist() == [4 * 96] * 4
     assert counted.of_numbers.tolist() == [4 * 13_802] * 4

@@ -62,7 +62,7 @@ class Reference:
 
     def __init__(self, run: Run) -> None:
         self.run, self.params, self.train = run, run.config.method.options, run.config.train
-        self.branches = run.driver.initial_server()["branches"]
+        self.branches = run.adapter.initial_server()["branches"]
         rows = 1 if self.params.shared_alpha else LAYERS
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
         self.kept = [torch.full((rows, self.params.branches), start) for _ in range(run.num_clients)]
@@ -187,7 +187,7 @@ def test_branches_differ_by_as_much_as_the_common_model_varies_which_is_their_me
         Run(OURS, "train.rounds=1", "model.batchnorm=true", "method.difference=2", f"run.seed={seed}")
         for seed in (0, 1)
     )
-    start, layout = run.driver.initial_server()["branches"], run.method.layout
+    start, layout = run.adapter.initial_server()["branches"], run.method.layout
     common, mask = run.method.context.initial_parameters(), is_batchnorm(layout)
     assert torch.equal(start[:, mask], common[mask].expand(5, -1))
     torch.testing.assert_close(start.mean(dim=0), common, rtol=0, atol=1e-6)
@@ -197,7 +197,7 @@ def test_branches_differ_by_as_much_as_the_common_model_varies_which_is_their_me
             apart = (start - common)[:, part]
             assert float(apart.std() / common[part].std()) == pytest.approx(2, rel=0.1)
             assert np.corrcoef(apart.numpy())[~np.eye(5, dtype=bool)] == pytest.approx(-1 / 4, abs=0.15)
-    of_other = other.driver.initial_server()["branches"] - other.method.context.initial_parameters()
+    of_other = other.adapter.initial_server()["branches"] - other.method.context.initial_parameters()
     assert (of_other != start - common)[:, ~mask].any()
 
 
@@ -246,9 +246,9 @@ def test_a_diverged_run_has_nan_weights_and_no_error() -> None:
 
 def test_all_branches_share_batchnorm_which_is_averaged_as_in_fedavg() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
-    mask, start = is_batchnorm(run.method.layout), run.driver.initial_server()
+    mask, start = is_batchnorm(run.method.layout), run.adapter.initial_server()
     samples = run.method.context.num_samples
-    run.workplace.state["logits"].zero_()
+    run.worker.state["logits"].zero_()
     after, run.server = run.server, start
     uploads = [work(run, client)[0].per_client for client in range(4)]
     run.server = after

@@ -135,7 +135,7 @@ def test_two_rounds_of_dp_fedavg_equal_its_algorithm() -> None:
     for number in range(2):
         total = noise_of_round(number, w)
         for client in drawn_clients(4, 0.5, 0, number):
-            group = ClientGroup(run.workplace, [client], number)
+            group = ClientGroup(run.worker, [client], number)
             update = group.sgd(w.unsqueeze(0)).theta[0] - w
             assert update.norm() > 0.3
             total += update * min(1.0, float(0.3 / update.norm()))
@@ -164,9 +164,9 @@ def test_a_round_of_dp_sgd_equals_its_algorithm(engine: str) -> None:
     sizes = set()
     for client in range(4):
         theta = run.method.context.initial_parameters()
-        group = ClientGroup(run.workplace, [client], 0)
+        group = ClientGroup(run.worker, [client], 0)
         x, y = group.samples("train", 0)
-        share = run.workplace.work.sampling_rate(client, len(y))
+        share = run.worker.work.sampling_rate(client, len(y))
         order, noise = (
             torch_stream(0, "batches", 0, client),
             torch_stream(0, "private gradient/batches", 0, client),
@@ -209,9 +209,9 @@ def test_all_samples_of_a_large_mini_batch_count_and_an_empty_one_adds_only_nois
 def test_mini_batches_can_be_empty() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=10", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local", "data.clients=1", "data.partition.name=iid")
-    group = ClientGroup(run.workplace, [0], 0)
+    group = ClientGroup(run.worker, [0], 0)
     sizes = [batch.y.shape[1] for batch in group.batches()]
-    share = run.workplace.work.sampling_rate(0, len(group.samples("train", 0)[1]))
+    share = run.worker.work.sampling_rate(0, len(group.samples("train", 0)[1]))
     assert len(sizes) == 10 * round(1 / share)
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()

@@ -59,7 +59,7 @@ def batches_on_server(run: Run, round: int, count: int) -> Iterator[Tensor]:
 
 def sort_of(run: Run, client: int) -> dict[int, Tensor]:
     """Return a client's training images by class, for the classes that it has."""
-    x, y = run.workplace.shard.samples("train", client)
+    x, y = run.worker.shard.samples("train", client)
     return {int(label): x[y == label] for label in y.unique()}
 
 
@@ -229,7 +229,7 @@ def test_the_nearest_known_prototype_predicts_and_without_any_the_own_head_does(
     evaluated, labels = run.evaluated(), run.server["is_known"].nonzero().flatten()
     for client in range(run.num_clients):
         network = network_with(run, evaluated["theta"][client], evaluated["buffers"][client]).eval()
-        x, _ = run.workplace.shard.samples("test", client)
+        x, _ = run.worker.shard.samples("test", client)
         with torch.no_grad():
             features, found = network.body(x), network(x).softmax(dim=1)
         squared = (features.unsqueeze(1) - run.server["prototypes"][labels]).square().sum(dim=2)
@@ -540,7 +540,7 @@ def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int,
                 align(run, client, number, network, own[client])
             train_by_torch(run, client, number, network)
             own[client] = class_means(run, client, network)
-            traces.append(information_by_hand(network, *run.workplace.shard.samples("train", client)))
+            traces.append(information_by_hand(network, *run.worker.shard.samples("train", client)))
             networks.append(network)
         models, statistics = models_of(run, networks).values()
         heads[clients] = models[:, layout.head]

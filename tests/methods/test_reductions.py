@@ -97,7 +97,7 @@ def test_a_method_with_these_settings_is_fedavg(
 @pytest.mark.usefixtures("double")
 def test_the_next_download_is_fedavg_s_model_up_to_rounding(keys: Keys, method: str) -> None:
     ours, fedavg = run_of(keys, method), run_of(keys, "fedavg")
-    sent = ours.driver.download(ours.server, cohort_of(ours.method, range(4), 3))
+    sent = ours.adapter.download(ours.server, cohort_of(ours.method, range(4), 3))
     for name, tensor in fedavg.server.items():
         assert_close(sent[name].expand(4, -1), tensor.expand(4, -1), atol=1e-12)
 

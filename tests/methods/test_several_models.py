@@ -43,15 +43,15 @@ def logits(run: Run, theta: Tensor, statistics: Tensor, x: Tensor, training: boo
 
 def sample_losses(run: Run, client: int, theta: Tensor, statistics: Tensor) -> Tensor:
     """Return the losses [n] of a client's training samples, in evaluation mode."""
-    x, y = run.workplace.shard.samples("train", client)
+    x, y = run.worker.shard.samples("train", client)
     return cross_entropy(logits(run, theta, statistics, x), y, reduction="none")
 
 
-def receive(driver: MethodAdapter, server: State, rows: Mapping[int, State], round: int = 0) -> None:
+def receive(adapter: MethodAdapter, server: State, rows: Mapping[int, State], round: int = 0) -> None:
     """Answer with what each of some clients sends, tensors by name."""
     clients = sorted(rows)
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
-    driver.aggregate(server, cohort_of(driver.method, clients, round), upload_of(stacked))
+    adapter.aggregate(server, cohort_of(adapter.method, clients, round), upload_of(stacked))
 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def chosen_by_hand(run: Run, clients: Sequence[int]) -> list[int]:
 def test_ifca_chooses_by_the_loss_on_training_data(tmp_path: Path) -> None:
     """Six clients of two groups, alternating."""
     run = Run(*planted(tmp_path, [PLAIN, MIRRORED] * 3), IFCA, "train.rounds=4")
-    everyone, shard = range(6), run.workplace.shard
+    everyone, shard = range(6), run.worker.shard
 
     def chosen() -> list[int]:
         return torch.cat([work(run, client, 4)[0].per_client["cluster"] for client in everyone]).tolist()
@@ -142,7 +142,7 @@ def test_ifca_chooses_by_the_loss_on_training_data(tmp_path: Path) -> None:
 def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistics() -> None:
     run = Run(*SOME, IFCA, "method.clusters=3", "train.rounds=2")
     ended = dict(run.server)
-    start = run.driver.initial_server()
+    start = run.adapter.initial_server()
     theta, statistics = start["theta"], start[BUFFERS]
     assert statistics.shape == (3, 96)
     choices = []
@@ -153,7 +153,7 @@ def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistic
         choices.append(set(chosen))
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
-            alone = ClientGroup(run.workplace, [client], number)
+            alone = ClientGroup(run.worker, [client], number)
             alone.replace_buffers(statistics[cluster : cluster + 1].clone())
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])
@@ -174,11 +174,11 @@ def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistic
 
 def test_ifca_records_which_model_each_client_chose_last() -> None:
     run = Run(IFCA, "method.clusters=2", "train.rounds=1", *LINEAR)
-    server = run.driver.initial_server()
+    server = run.adapter.initial_server()
     assert MethodAdapter(run.method).server_diagnostics(server)["cluster"].tolist() == [-1] * 4
     theta = torch.zeros(650)
-    receive(run.driver, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
-    receive(run.driver, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
+    receive(run.adapter, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
+    receive(run.adapter, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
     assert MethodAdapter(run.method).server_diagnostics(server)["cluster"].tolist() == [-1, 0, -1, 0]
 
 
@@ -187,8 +187,8 @@ def test_ifca_records_which_model_each_client_chose_last() -> None:
 
 def clustered(clients: int = 8, **params: float) -> tuple[MethodAdapter, State]:
     """Return a method for clients of equal size whose thresholds are 0.4 and 1.6, and its server's start."""
-    driver = MethodAdapter(method_of(ClusteredFL, clients, **{"first_round": 2} | params))
-    return driver, driver.initial_server()
+    adapter = MethodAdapter(method_of(ClusteredFL, clients, **{"first_round": 2} | params))
+    return adapter, adapter.initial_server()
 
 
 def updates(*vectors: Sequence[float], clients: Sequence[int] | None = None) -> dict[int, State]:
@@ -219,25 +219,25 @@ RIGHT, LEFT = (2.0, 0.0, 0.1), (-2.0, 0.0, 0.1)
 def test_a_cluster_splits_if_its_mean_update_is_small_and_its_largest_update_large(
     vectors: list[tuple[float, ...]], clusters: list[int]
 ) -> None:
-    driver, server = clustered(len(vectors), eps_1=0.8)
-    receive(driver, server, updates(*vectors), round=2)
+    adapter, server = clustered(len(vectors), eps_1=0.8)
+    receive(adapter, server, updates(*vectors), round=2)
     assert server["cluster"].tolist() == clusters
     assert len(server["theta"]) == 1 + max(clusters)
-    assert torch.equal(MethodAdapter(driver.method).server_diagnostics(server)["cluster"], server["cluster"])
+    assert torch.equal(MethodAdapter(adapter.method).server_diagnostics(server)["cluster"], server["cluster"])
 
 
 def test_no_split_without_eps_1_or_before_the_first_round() -> None:
     opposed = updates(RIGHT, LEFT, RIGHT, LEFT, *[(1.8, 0.0, -0.1), (-1.8, 0.0, -0.1)] * 2)
-    driver, server = clustered()
+    adapter, server = clustered()
     for number in (0, 1):
-        receive(driver, server, opposed, round=number)
+        receive(adapter, server, opposed, round=number)
         assert server["cluster"].tolist() == [0] * 8
-    receive(driver, server, opposed, round=2)
+    receive(adapter, server, opposed, round=2)
     assert server["cluster"].tolist() == [0, 1] * 4
-    driver, server = clustered(eps_1=0, eps_2=0)
+    adapter, server = clustered(eps_1=0, eps_2=0)
     exactly_zero = updates(*[(2.0,), (-2.0,)] * 4)
-    receive(driver, server, exactly_zero, round=5)
-    assert torch.equal(server["theta"][0], driver.method.context.initial_parameters())
+    receive(adapter, server, exactly_zero, round=5)
+    assert torch.equal(server["theta"][0], adapter.method.context.initial_parameters())
     assert server["cluster"].tolist() == [0] * 8
 
 
@@ -274,55 +274,55 @@ def test_a_run_without_a_split_reports_why(
 
 
 def test_history_has_the_norms_of_clients_trained_since_their_cluster_was_made() -> None:
-    driver, server = clustered(4, first_round=4)
-    receive(driver, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
-    norms = MethodAdapter(driver.method).server_diagnostics(server)
+    adapter, server = clustered(4, first_round=4)
+    receive(adapter, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
+    norms = MethodAdapter(adapter.method).server_diagnostics(server)
     assert norms["update_norm"].nan_to_num(-1).tolist() == [3, 1, -1, -1]
     assert norms["mean_update_norm"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
-    receive(driver, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=4)
-    norms = MethodAdapter(driver.method).server_diagnostics(server)
+    receive(adapter, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=4)
+    norms = MethodAdapter(adapter.method).server_diagnostics(server)
     assert server["cluster"].tolist() == [0, 1, 0, 1]
     assert norms["update_norm"].isnan().all()
     assert norms["mean_update_norm"].isnan().all()
-    receive(driver, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=5)
-    norms = MethodAdapter(driver.method).server_diagnostics(server)
+    receive(adapter, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=5)
+    norms = MethodAdapter(adapter.method).server_diagnostics(server)
     assert norms["update_norm"].tolist() == [3, 4, 1, 0]
     assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
 
 
 def test_clusters_keep_client_numbers_when_they_split_again() -> None:
-    driver, server = clustered()
-    start = driver.method.context.initial_parameters()
+    adapter, server = clustered()
+    start = adapter.method.context.initial_parameters()
     right, up, down = (2.0,), (-2.0, 1.5), (-2.0, -1.5)
-    receive(driver, server, updates(right, right, right, right, up, up, down, down), round=2)
+    receive(adapter, server, updates(right, right, right, right, up, up, down, down), round=2)
     assert server["cluster"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     moved = start.expand(2, -1).clone()
     moved[:, 0] += torch.tensor([2.0, -2.0])
     assert torch.equal(server["theta"], moved)
     # cluster 0 agrees, cluster 1 does not: positions 2 and 3 in it are clients 6 and 7
     receive(
-        driver, server, updates(right, right, right, right, *[(0.0, 2.0)] * 2, *[(0.0, -2.0)] * 2), round=3
+        adapter, server, updates(right, right, right, right, *[(0.0, 2.0)] * 2, *[(0.0, -2.0)] * 2), round=3
     )
     assert server["cluster"].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     moved = moved[[0, 1, 1]]
     moved[0, 0] += 2
     moved[1:, 1] += torch.tensor([2.0, -2.0])
     torch.testing.assert_close(server["theta"], moved)
-    sent = driver.download(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
+    sent = adapter.download(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
     assert torch.equal(sent, server["theta"][[0, 1, 2]])
 
 
 @pytest.mark.warns
 def test_each_part_adds_its_mean_update_to_the_common_model() -> None:
     run = Run(CLUSTERED, "method.first_round=2", "model.batchnorm=true", "train.rounds=1", "method.eps_1=0.4")
-    server = run.driver.initial_server()
+    server = run.adapter.initial_server()
     start = server["theta"][0].clone()
     rows = {}
     for client, value in enumerate((2.0, 3.0, -2.0, -2.5)):
         theta = torch.zeros_like(start)
         theta[7] = value
         rows[client] = {"update": theta, BUFFERS: torch.full((96,), value)}
-    receive(run.driver, server, rows, round=2)
+    receive(run.adapter, server, rows, round=2)
     assert server["cluster"].tolist() == [0, 0, 1, 1]
     means = torch.tensor([2.5, -2.25])
     moved = start.expand(2, -1).clone()
@@ -331,7 +331,7 @@ def test_each_part_adds_its_mean_update_to_the_common_model() -> None:
     torch.testing.assert_close(server[BUFFERS], means.unsqueeze(1).expand(2, 96))
     before = {name: tensor.clone() for name, tensor in server.items()}
     later = {name: 2 * tensor for name, tensor in rows[0].items()}
-    receive(run.driver, server, {0: later, 1: rows[1]}, round=3)
+    receive(run.adapter, server, {0: later, 1: rows[1]}, round=3)
     torch.testing.assert_close(server[BUFFERS][0], torch.full((96,), 3.5))
     for name in ("theta", BUFFERS):
         assert torch.equal(server[name][1], before[name][1])
@@ -339,25 +339,25 @@ def test_each_part_adds_its_mean_update_to_the_common_model() -> None:
 
 
 def test_a_cluster_splits_only_after_all_its_clients_have_trained_in_it() -> None:
-    driver, server = clustered(6)
-    receive(driver, server, updates(RIGHT, LEFT, RIGHT, clients=[0, 1, 2]), round=2)
-    receive(driver, server, updates(LEFT, RIGHT, clients=[1, 4]), round=3)
+    adapter, server = clustered(6)
+    receive(adapter, server, updates(RIGHT, LEFT, RIGHT, clients=[0, 1, 2]), round=2)
+    receive(adapter, server, updates(LEFT, RIGHT, clients=[1, 4]), round=3)
     assert server["cluster"].tolist() == [0] * 6
-    receive(driver, server, updates(LEFT, LEFT, clients=[3, 5]), round=4)
+    receive(adapter, server, updates(LEFT, LEFT, clients=[3, 5]), round=4)
     assert server["cluster"].tolist() == [0, 1, 0, 1, 0, 1]
     # the odd ones disagree, also with what client 5 had last sent, but that was before the split
-    receive(driver, server, updates((2.0, 0.5), (0.0, -0.5), clients=[1, 3]), round=5)
+    receive(adapter, server, updates((2.0, 0.5), (0.0, -0.5), clients=[1, 3]), round=5)
     assert server["cluster"].tolist() == [0, 1, 0, 1, 0, 1]
-    receive(driver, server, updates((-2.0, 0.0), clients=[5]), round=6)
+    receive(adapter, server, updates((-2.0, 0.0), clients=[5]), round=6)
     assert server["cluster"].tolist() == [0, 1, 0, 2, 0, 2]
 
 
 def test_means_of_clustered_fl_are_uniform_over_the_sampled_members() -> None:
-    driver, server = clustered(4)
-    driver.method.context.num_samples = torch.tensor([10, 1, 30, 1])
+    adapter, server = clustered(4)
+    adapter.method.context.num_samples = torch.tensor([10, 1, 30, 1])
     server["cluster"] = torch.tensor([0, 1, 0, 0])
     server["theta"] = torch.zeros(2, P)
-    receive(driver, server, updates((1.0,), (8.0,), (3.0,), clients=[0, 1, 2]))
+    receive(adapter, server, updates((1.0,), (8.0,), (3.0,), clients=[0, 1, 2]))
     assert server["theta"][:, 0].tolist() == [2.0, 8.0]
     assert server["theta"][:, 1:].count_nonzero() == 0
 
@@ -365,11 +365,11 @@ def test_means_of_clustered_fl_are_uniform_over_the_sampled_members() -> None:
 @pytest.mark.parametrize(("gamma_max", "splits"), [(0.49, True), (0.51, False)])
 def test_parts_must_differ_by_more_than_noise_explains(gamma_max: float, splits: bool) -> None:
     # 60 degrees across: alpha_cross = 0.5, and sqrt((1 - 0.5) / 2) = 0.5; the others are nearly alike
-    driver, server = clustered(4, gamma_max=gamma_max, eps_1=10)
+    adapter, server = clustered(4, gamma_max=gamma_max, eps_1=10)
     assert cross_similarity(on_circle(0, 1, 61, 62), torch.tensor([False, False, True, True])) == (
         pytest.approx(0.5, abs=1e-6)
     )
-    receive(driver, server, updates(*(on_circle(0, 1, 61, 62)).tolist()), round=2)
+    receive(adapter, server, updates(*(on_circle(0, 1, 61, 62)).tolist()), round=2)
     assert server["cluster"].tolist() == ([0, 0, 1, 1] if splits else [0] * 4)
 
 
@@ -409,7 +409,7 @@ class Reference:
     """FedEM with a plain torch network and torch's SGD."""
 
     def __init__(self, run: Run) -> None:
-        self.run, start = run, run.driver.initial_server()
+        self.run, start = run, run.adapter.initial_server()
         self.count = run.config.method.options.components
         self.theta = start["theta"]
         self.statistics = start.get(BUFFERS, torch.empty(self.count, 0))
@@ -437,7 +437,7 @@ class Reference:
                     optimiser.step()
                 theta[m] += size / cohort.num_samples.sum() * model.detach()
                 statistics[m] += size / cohort.num_samples.sum() * moved
-            everything = self.run.workplace.shard.samples("train", client)
+            everything = self.run.worker.shard.samples("train", client)
             self.weights[client] = self.shares(client, *everything).mean(dim=0)
         self.theta, self.statistics = theta, statistics
 
@@ -473,10 +473,10 @@ class ByNumbers(FedEM):
 @pytest.mark.usefixtures("double")
 def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", "train.batch_size=100", kind=ByNumbers)
-    run.server = run.driver.initial_server()
+    run.server = run.adapter.initial_server()
     run.clients["weights"].fill_(0.5)
     _, clients = work(run, 1)
-    is_first = run.workplace.shard.samples("train", 1)[1] == 0
+    is_first = run.worker.shard.samples("train", 1)[1] == 0
     # shares 5/14 and 9/14 of log 2 and log 10/9 for class 0, 5/6 and 1/6 of log 18 and log 90 for the others
     of_first = (5 * math.log(2) + 9 * math.log(10 / 9)) / 14
     of_others = (5 * math.log(18) + math.log(90)) / 6

@@ -19,6 +19,7 @@ from bits import (
     VARIANTS,
     contents,
     differing,
+    kept_runs,
     losses_of,
     method_settings,
     run_here,
@@ -126,14 +127,7 @@ def settings(digits: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Return a function from a case to its folder, run on one rank without mpirun."""
-    base = tmp_path_factory.mktemp("serial")
-
-    @cache
-    def folder(case: str) -> Path:
-        assert run_here(base / case, [*settings, *SERIAL_CASES[case]]) == 0
-        return base / case
-
-    return folder
+    return kept_runs(tmp_path_factory.mktemp("serial"), lambda case: [*settings, *SERIAL_CASES[case]])
 
 
 MODELS_IN_A_MESSAGE = {"fedem": 2, "fedfomo": 3, "pfedmb": 2}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bits import DIFFERENT, differing, method_settings, run_here, run_until_time_is_up, tiny_settings
 from by_hand import work
-from harness import UNEQUAL, Run, make_network, make_place
+from harness import UNEQUAL, Run, make_network, make_worker
 from kinds import FEW_ROUNDS, words_of
 from processes import run_in_one_world
 
@@ -324,7 +324,7 @@ def test_epochs_and_batch_sizes_are_drawn_from_their_ranges() -> None:
 
 def test_each_client_runs_its_own_number_of_steps() -> None:
     unequal = ClientsConfig(local_epochs=[1, 4], batch_size=[3, 6])
-    place = replace(make_place(make_network(), [10, 7, 13, 4], TrainConfig()), unequal=unequal)
+    place = replace(make_worker(make_network(), [10, 7, 13, 4], TrainConfig()), unequal=unequal)
     clients = ClientGroup(place, range(4), 6)
     seen: list[list[int]] = [[] for _ in range(4)]
     for batch in clients.batches():
@@ -344,7 +344,7 @@ def test_each_client_runs_its_own_number_of_steps() -> None:
 def test_unseen_clients_keep_their_epochs() -> None:
     run = Run("method.name=fedavg", "data.unseen_clients=0.25", "clients.local_epochs=[3,4]")
     assert run.unseen.work.local_epochs(3, 3) == 1
-    assert run.workplace.work.local_epochs(3, 2) in (3, 4)
+    assert run.worker.work.local_epochs(3, 2) in (3, 4)
 
 
 @pytest.mark.warns

@@ -19,7 +19,7 @@ from bits import (
     run_until_time_is_up,
     tiny_settings,
 )
-from harness import make_network, make_place
+from harness import make_network, make_worker
 from processes import Mpirun, run_in_one_world
 
 from hpcfl.communication.messages import Cohort, Message
@@ -384,7 +384,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
 
 
 def test_divergence_is_described_for_each_client() -> None:
-    place = make_place(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
+    place = make_worker(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
     clients = ClientGroup(place, range(6), 0)
     theta = torch.ones(6, 5)
     theta[1, 2:] = torch.tensor([torch.nan, torch.inf, -torch.inf])

@@ -15,11 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
-from bits import MEETS_ALL_SOON, completed_rounds, differing, refused, run_here, start_run, tiny_settings
+from bits import (
+    MEETS_ALL_SOON,
+    completed_rounds,
+    differing,
+    kept_runs,
+    refused,
+    run_here,
+    start_run,
+    tiny_settings,
+)
 from inject_fault import Fault
 from processes import Launch, Mpirun, exit_code, kill_tree, until
 
@@ -56,14 +64,9 @@ def settings(digits: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Return a function from a number of rounds to the folder of the uninterrupted run."""
-    base = tmp_path_factory.mktemp("uninterrupted")
-
-    @cache
-    def folder(rounds: int) -> Path:
-        assert run_here(base / str(rounds), [*settings, f"train.rounds={rounds}"]) == FINISHED
-        return base / str(rounds)
-
-    return folder
+    return kept_runs(
+        tmp_path_factory.mktemp("uninterrupted"), lambda rounds: [*settings, f"train.rounds={rounds}"]
+    )
 
 
 Resume = Callable[[int], None]

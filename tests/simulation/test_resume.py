@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from bits import (
     MEETS_ALL_SOON,
     completed_rounds,
     differing,
+    kept_runs,
     method_settings,
     refused,
     run_here,
@@ -53,14 +53,7 @@ def settings(digits: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function from a method to the folder of its run from the first round to the last."""
-    base = tmp_path_factory.mktemp("uninterrupted")
-
-    @cache
-    def folder(method: str) -> Path:
-        assert run_here(base / method, [*settings, *short(method)]) == FINISHED
-        return base / method
-
-    return folder
+    return kept_runs(tmp_path_factory.mktemp("uninterrupted"), lambda method: [*settings, *short(method)])
 
 
 def short(method: str) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from bits import (
     SECONDS,
     VARIANTS,
     contents,
+    kept_runs,
     losses_of,
     method_settings,
     read_csv,
@@ -85,14 +85,7 @@ def keys_of(case: str) -> list[str]:
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Return a function from a case to the folder of its run on one rank."""
-    base = tmp_path_factory.mktemp("serial")
-
-    @cache
-    def folder(case: str) -> Path:
-        assert run_here(base / case, [*settings, *keys_of(case)]) == FINISHED
-        return base / case
-
-    return folder
+    return kept_runs(tmp_path_factory.mktemp("serial"), lambda case: [*settings, *keys_of(case)])
 
 
 def of_training(folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def on_gpu(settings: list[str], case: str, engine: str, *keys: str) -> Run:
         "run.clients_at_once=3",
         "run.device=cuda",
     )
-    assert run.workplace.device.type == run.workplace.shard.x.device.type == "cuda"
+    assert run.worker.device.type == run.worker.shard.x.device.type == "cuda"
     kept_on = "cpu" if "run.state=host" in keys else "cuda"
     assert {rows.device.type for rows in run.clients.values()} <= {kept_on}
     return run
@@ -190,5 +190,5 @@ sys.exit(main({keys}))
 
 def test_clients_at_once_follow_from_free_memory() -> None:
     run = Run("method.name=fedavg", "run.device=cuda", "run.engine=batched")
-    assert run.workplace.engine.clients_at_once == 4
+    assert run.worker.engine.clients_at_once == 4
     assert run.simulation._experiment.engine_name == "batched by 4"

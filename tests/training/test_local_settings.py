@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bits import DIFFERENT, method_settings
-from harness import Run, make_network, make_place, random
+from harness import Run, make_network, make_worker, random
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import Change, TrainConfig
@@ -97,7 +97,7 @@ def test_black_is_the_pixel_0_of_each_channel_and_lines_are_no_images(tmp_path: 
 
 def test_a_clients_changes_depend_on_round_and_purpose_but_not_on_its_group() -> None:
     train = TrainConfig.model_validate({"batch_size": 4, "augment": ["flip"]})
-    place = make_place(make_network(), SIZES, train, clients_at_once=5)
+    place = make_worker(make_network(), SIZES, train, clients_at_once=5)
     x, _ = place.shard.samples("train", 1)
 
     def mirrored(ids: list[int], round: int = 0, **keys: Any) -> dict[int, bool]:

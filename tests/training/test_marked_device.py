@@ -24,7 +24,7 @@ from bits import (
     run_until_time_is_up,
     tiny_settings,
 )
-from harness import Run, make_network, make_place, spread
+from harness import Run, make_network, make_worker, spread
 from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
 from torch import Tensor
 
@@ -341,7 +341,7 @@ def place_of(sizes: list[int], **keys: float) -> tuple[WorkerContext, Tensor, Te
     """Return a batched place on the marked device, and models and running statistics for its clients."""
     network = make_network(batchnorm=True).to(DEVICE)
     train = TrainConfig.model_validate({"batch_size": 4, "local_epochs": 2} | keys)
-    place = make_place(network, sizes, train, clients_at_once=len(sizes), device=DEVICE)
+    place = make_worker(network, sizes, train, clients_at_once=len(sizes), device=DEVICE)
     theta, buffers = spread(make_network(batchnorm=True), len(sizes))
     return place, theta.to(DEVICE), buffers.to(DEVICE)
 

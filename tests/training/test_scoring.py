@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import UNEQUAL, Run, make_network, make_place, spread
+from harness import UNEQUAL, Run, make_network, make_worker, spread
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
@@ -41,7 +41,7 @@ def test_shared_and_own_models_are_scored(
 ) -> None:
     monkeypatch.setattr(scoring, "SAMPLES_AT_ONCE", samples_at_once)
     network = make_network(batchnorm=batchnorm)
-    place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
+    place = make_worker(network, SIZES, TrainConfig(), clients_at_once=4)
     clients = ClientGroup(
         replace(place, scorer=BatchedScorer(network, ParameterLayout(network))), range(4), 0
     )
@@ -60,7 +60,7 @@ def test_shared_and_own_models_are_scored(
 
 def test_a_diverged_client_does_not_change_the_scores_of_others() -> None:
     network = make_network()
-    place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
+    place = make_worker(network, SIZES, TrainConfig(), clients_at_once=4)
     scorer = BatchedScorer(network, ParameterLayout(network))
     theta, buffers = spread(network, 4)
     theta[1] = torch.nan

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from harness import SMALL, make_network, make_place, spread
+from harness import SMALL, make_network, make_worker, spread
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -133,7 +133,7 @@ OF_SIZES = {
 @pytest.mark.parametrize("batched", [False, True])
 def test_batches_permute_each_client_by_its_own_stream(batched: bool, kind: LastBatch) -> None:
     train = settings().model_copy(update={"last_batch": kind})
-    place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
+    place = make_worker(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
     for batch in ClientGroup(place, range(5), round=2).batches("batches", epochs=2):
         for position, client in enumerate(rows_of(batch)):
@@ -154,7 +154,7 @@ def test_batches_permute_each_client_by_its_own_stream(batched: bool, kind: Last
 def test_a_number_of_steps_takes_as_many_passes_over_the_samples_as_needed(
     batched: bool,
 ) -> None:
-    place = make_place(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
+    place = make_worker(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
 
     def seen(**keys: int) -> list[list[list[int]]]:
         found: list[list[list[int]]] = [[] for _ in SIZES]
@@ -173,7 +173,7 @@ def test_a_number_of_steps_takes_as_many_passes_over_the_samples_as_needed(
 
 
 def test_batches_go_through_given_samples_only() -> None:
-    place = make_place(make_network(), SIZES, settings())
+    place = make_worker(make_network(), SIZES, settings())
     samples = [torch.tensor(numbers) for numbers in ([0, 2, 12, 7, 4, 11], [10], [7, 1], [2, 0, 1], [1])]
     seen: list[list[int]] = [[] for _ in SIZES]
     sizes = []
@@ -205,7 +205,7 @@ def test_batches_go_through_given_samples_only() -> None:
 def test_clients_divide_their_samples_by_their_own_streams(
     share: float, fewest: tuple[int, int], sizes: list[int]
 ) -> None:
-    place = make_place(make_network(), SIZES, settings())
+    place = make_worker(make_network(), SIZES, settings())
     first, rest = ClientGroup(place, range(5), round=3).divided("purpose", share, fewest=fewest)
     assert [len(samples) for samples in first] == sizes
     for part, other, size in zip(first, rest, SIZES, strict=True):
@@ -233,7 +233,7 @@ def test_a_table_of_samples_is_indexed_by_client_and_sample() -> None:
 
 def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
     network = make_network(batchnorm=True)
-    place = make_place(network, SIZES, settings(), clients_at_once=5)
+    place = make_worker(network, SIZES, settings(), clients_at_once=5)
     theta, buffers = spread(network, 5)
     buffers = buffers + torch.rand(buffers.shape)
     clients, kept = everyone(place), buffers.clone()
@@ -263,7 +263,7 @@ def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_running_statistics_are_restored_after_discarded_updates(batched: bool) -> None:
     network = make_network(batchnorm=True)
-    place = make_place(network, [8, 7], settings(), clients_at_once=2 if batched else None)
+    place = make_worker(network, [8, 7], settings(), clients_at_once=2 if batched else None)
     theta, buffers = spread(network, 2)
     ids = [0, 1] if batched else [0]
     clients = ClientGroup(place, ids, 0)
@@ -299,8 +299,8 @@ def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, keys: dic
     network = make_network(batchnorm=batchnorm).double()
     train = settings(weight_decay=0.01, **keys)
     theta, buffers = spread(network, 5)
-    loop = one_by_one(make_place(network, SIZES, train), theta, buffers)
-    together = everyone(make_place(network, SIZES, train, clients_at_once=5), buffers=buffers)
+    loop = one_by_one(make_worker(network, SIZES, train), theta, buffers)
+    together = everyone(make_worker(network, SIZES, train, clients_at_once=5), buffers=buffers)
     batched = together.sgd(theta)
     torch.testing.assert_close(batched.theta, loop[0], rtol=0, atol=1e-9)
     torch.testing.assert_close(together.buffers, loop[1], rtol=0, atol=1e-9)
@@ -315,7 +315,7 @@ def test_engines_agree_in_float64_on_a_torchvision_network() -> None:
     network = make_network("mobilenetv2", side=32).double()
     theta, buffers = spread(network, 2)
     train = settings(local_epochs=1, batch_size=8, lr=1e-3)
-    loop, batched = (make_place(network, (16, 8), train, clients_at_once=c, side=32) for c in (None, 2))
+    loop, batched = (make_worker(network, (16, 8), train, clients_at_once=c, side=32) for c in (None, 2))
     alone = one_by_one(loop, theta, buffers)
     together = everyone(batched, buffers=buffers)
     trained = together.sgd(theta)
@@ -341,10 +341,10 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
                 tensors[name][batch.members] -= 0.1 * gradient
         return tensors["theta"], tensors["scale"], clients.buffers
 
-    loop = make_place(network, SIZES, settings())
+    loop = make_worker(network, SIZES, settings())
     ends = [train(loop, [client]) for client in loop.clients]
     alone = tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
-    together = train(make_place(network, SIZES, settings(), clients_at_once=5), [0, 1, 2, 3, 4])
+    together = train(make_worker(network, SIZES, settings(), clients_at_once=5), [0, 1, 2, 3, 4])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-9)
     assert (together[1] - torch.linspace(0.5, 1.5, 5)).abs().min() > 0.1
 
@@ -352,7 +352,7 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) -> None:
     network = make_network()
-    place = make_place(network, [4], settings(), clients_at_once=1 if batched else None)
+    place = make_worker(network, [4], settings(), clients_at_once=1 if batched else None)
     clients = everyone(place, buffers=torch.empty(1, 0))
     batch = next(clients.batches())
     theta, _ = spread(network, 1)
@@ -368,7 +368,7 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
 @pytest.mark.parametrize("batched", [False, True])
 def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> None:
     network = make_network()
-    place = make_place(network, [8], settings(), clients_at_once=1 if batched else None)
+    place = make_worker(network, [8], settings(), clients_at_once=1 if batched else None)
     clients = everyone(place, buffers=torch.empty(1, 0))
     theta, _ = spread(network, 1)
     found = [clients.gradient(cross_entropy_loss, {"theta": theta}, b)[0] for b in clients.batches(epochs=1)]
@@ -442,7 +442,7 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
 def test_a_trained_slice_freezes_the_rest(batched: bool, part: str) -> None:
     network = make_network(batchnorm=True)
     layout = ParameterLayout(network)
-    place = make_place(network, [8], settings(momentum=0.9), clients_at_once=1 if batched else None)
+    place = make_worker(network, [8], settings(momentum=0.9), clients_at_once=1 if batched else None)
     theta, buffers = spread(network, 1)
     chosen = getattr(layout, part)
     trained = everyone(place, buffers=buffers).sgd(theta, trained=chosen).theta
@@ -454,7 +454,7 @@ def test_a_trained_slice_freezes_the_rest(batched: bool, part: str) -> None:
 
 def test_an_extra_gradient_is_added_to_the_losss() -> None:
     network = make_network()
-    place = make_place(network, [4, 4], settings(local_epochs=1), clients_at_once=2)
+    place = make_worker(network, [4, 4], settings(local_epochs=1), clients_at_once=2)
     theta, _ = spread(network, 2)
     plain = everyone(place, buffers=torch.empty(2, 0)).sgd(theta).theta
     pull = torch.tensor([[1.0], [2.0]]).expand_as(theta)
@@ -462,7 +462,7 @@ def test_an_extra_gradient_is_added_to_the_losss() -> None:
     pulled = clients.sgd(theta, extra_gradient=lambda _, rows: pull[rows]).theta
     torch.testing.assert_close(plain - pulled, 0.1 * pull, rtol=0, atol=1e-6)
     # it sees the current weights of the rows it is for
-    place = make_place(network, [7, 4], settings(local_epochs=1), clients_at_once=2)
+    place = make_worker(network, [7, 4], settings(local_epochs=1), clients_at_once=2)
     seen: list[tuple[Tensor, slice | Tensor]] = []
 
     def observe(weights: Tensor, rows: slice | Tensor) -> Tensor:
@@ -479,7 +479,7 @@ def test_an_extra_gradient_is_added_to_the_losss() -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched: bool) -> None:
     network = make_network()
-    place = make_place(network, [8, 3], settings(), clients_at_once=2 if batched else None)
+    place = make_worker(network, [8, 3], settings(), clients_at_once=2 if batched else None)
     theta, _ = spread(network, 2)
     kept = theta.clone()
     ids = [0, 1] if batched else [0]
@@ -495,7 +495,7 @@ def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched:
 def test_the_step_size_decays_by_round() -> None:
     network = make_network().double()
     train = settings(lr=0.1, lr_decay=0.5, local_epochs=1, batch_size=8)
-    place = make_place(network, [8], train)
+    place = make_worker(network, [8], train)
     theta, _ = spread(network, 1)
     decayed = ClientGroup(place, [0], 3).sgd(theta).theta - theta
     whole = ClientGroup(place, [0], 3).sgd(theta, lr=0.1).theta - theta
@@ -507,7 +507,7 @@ def test_the_step_size_decays_by_round() -> None:
 
 def test_writes_to_state_stay_in_the_group_until_commit() -> None:
     state = {"theta": torch.zeros(4, 2), "seen": torch.zeros(4, dtype=torch.int64)}
-    place = make_place(make_network(), [2, 2, 2, 2], settings(), state=state)
+    place = make_worker(make_network(), [2, 2, 2, 2], settings(), state=state)
     clients = ClientGroup(place, [1, 3], 0)
     assert "theta" in clients
     assert "other" not in clients
