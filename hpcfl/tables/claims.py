@@ -254,7 +254,7 @@ def document(claims: Claims) -> Document:
         "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Refuted: three seeds or "
         "more, and it lies below 0. Seen: the difference is above 0, but of fewer seeds, of equal "
         "differences, or of an interval with 0 in it. Not shown: it is not, and nothing is refuted. "
-        "Differences are in points; intervals are not corrected for their number."
+        "Differences are in points; intervals are not corrected for the number of comparisons."
     ]
     return Document(claims.paper, notes, [grid for grid in grids if grid.rows])
 
