@@ -101,14 +101,8 @@ def _libraries_of_a_new_process() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             at_exit.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
             torch.set_autocast_enabled(kind, False)
-        device = torch.get_default_device()
-        if device.type != "cpu":
-            # a device context would slow down every call of the run
-            torch.set_default_device(None)
-            if torch.get_default_device().type == "cpu":
-                at_exit.callback(torch.set_default_device, device)
-            else:
-                at_exit.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":
+            at_exit.enter_context(torch.device("cpu"))
         at_exit.enter_context(torch.inference_mode(False))
         at_exit.enter_context(torch.enable_grad())
         yield

@@ -132,7 +132,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="only list cells and hours, by a dry run of each row and column",
+        help="only list cells and their time, by a dry run of each row and column",
     )
     parser.add_argument(
         "--no-run", action="store_true", help="run nothing: only show the table of what is finished"

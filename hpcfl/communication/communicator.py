@@ -126,7 +126,6 @@ class Communicator:
         after a UserError, which must be raised on all ranks.
         """
         self.phase = AT_THE_START
-        """What this rank does, such as "in round 3", for error messages."""
         if self._comm is None or timeout_s is None:
             yield
             return

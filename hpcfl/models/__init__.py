@@ -87,7 +87,7 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
             raise UserError(f"{key}: {tensor} is {parameter.dtype}; expected: {torch.get_default_dtype()}")
     of_head = [tensor.startswith("head.") for tensor, _ in network.named_parameters()]
     if not any(of_head) or of_head != sorted(of_head):
-        raise UserError(f"{key}: the parameters of its head must be there, and be the last ones")
+        raise UserError(f"{key}: the head needs parameters that the body does not have, after the body's")
     for tensor, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
             raise UserError(f"{key}: {tensor} has momentum=None, which is not supported; allowed: a number")

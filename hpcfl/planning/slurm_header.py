@@ -51,7 +51,7 @@ class SlurmHeader:
     ) -> None:
         """Choose the limits of a job; UserError if not even one round fits in the time limit.
 
-        Without `knows_nodes`, the number of nodes is left to SLURM.
+        Without `knows_nodes`, they are for one node.
         """
         self._name, self._threads, self._estimate, self._on_gpu = name, threads, estimate, on_gpu
         self._nodes = estimate.nodes if knows_nodes else 1
@@ -83,7 +83,7 @@ class SlurmHeader:
         memory = MEMORY_MARGIN * (first + (a_node - 1) * estimate.worker_memory)
         options = [
             f"--job-name={self._name}",
-            *([f"--nodes={self._nodes}"] if self._nodes > 1 else []),
+            f"--nodes={self._nodes}",
             f"--ntasks={estimate.ranks}",
             *([f"--ntasks-per-node={a_node}"] if self._nodes > 1 else []),
             f"--cpus-per-task={threads}",

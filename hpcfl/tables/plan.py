@@ -10,7 +10,7 @@ from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
-from hpcfl.formatting import Document, Grid
+from hpcfl.formatting import Document, Grid, readable_seconds
 from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import dry_run, lacks_memory, missing_gpu
 from hpcfl.planning.estimate import Planner
@@ -59,26 +59,28 @@ def plan(table: Table) -> Document:
 
     UserError as `methods_of`.
     """
-    header = ["method", "cells", "finished", "rounds", "hours left"]
+    header = ["method", "cells", "finished", "rounds", "time left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
-    count, hours, missing = 0, 0.0, ""
+    count, seconds, missing = 0, 0.0, ""
     changed = [f"{cell.name}: {lines[0]}" for cell in table.chosen if (lines := cell.changes)]
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
-        left, reason = 0.0, None
+        left_s, reason = 0.0, None
         if finished < len(cells):
             reason = too_large(method) or lacks_memory(method)
         if reason:
-            LOG.warning(f"{cell.place}, not in the hours: {reason}")
+            LOG.warning(f"{cell.place}, without a time: {reason}")
         elif finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
             planner = Planner(cell.config.run, method, parts, measured, Interconnect(1))
             missing = missing or missing_gpu(cell.config.run, measured)
-            left = (len(cells) - finished) * planner.on(1).total_s / 3600
+            left_s = (len(cells) - finished) * planner.on(1).total_s
         numbers = (len(cells), finished, cell.config.train.rounds)
-        rows[cell.column].append([cell.label, *map(str, numbers), "-" if reason else _hours(left)])
-        count, hours = count + len(cells), hours + left
+        rows[cell.column].append(
+            [cell.label, *map(str, numbers), "-" if reason else readable_seconds(left_s)]
+        )
+        count, seconds = count + len(cells), seconds + left_s
     grids = []
     for column in table.columns:
         if rows[column]:
@@ -88,15 +90,11 @@ def plan(table: Table) -> Document:
     here = f"this machine{missing}," if missing else "this machine"
     notes = [
         *([table.size] if table.size else []),
-        f"{count} cells, {hours:.1f} hours of one process on {here} for what is not finished, by a dry "
-        "run of one cell of each row in each column.",
+        f"{count} cells, {readable_seconds(seconds)} of one process on {here} for what is not finished, by a "
+        "dry run of one cell of each row in each column.",
     ]
     if changed:
         notes.append(
             f"{len(changed)} cells hold runs of other settings ({changed[0]}): --fresh starts these over."
         )
     return Document(table.title, notes, grids)
-
-
-def _hours(count: float) -> str:
-    return f"{count:.2f}" if count > 0.1 else f"{count:.2g}"

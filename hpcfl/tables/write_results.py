@@ -181,7 +181,7 @@ def _delete_others(folder: Path, names: Sequence[str], files: Mapping[str, objec
     """Delete those of a table's files that an earlier state has left, and these do not replace."""
     for path in (folder / name for name in names if name not in files):
         if path.is_file():
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _write_files(

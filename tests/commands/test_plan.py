@@ -407,7 +407,7 @@ def test_a_rank_with_two_threads_takes_two_cores_of_a_node(
     text = printed_plan(capsys, *words)
     assert "4 ranks on each node" in text
     # a cluster's nodes have other numbers of cores
-    assert "#SBATCH --job-name=fedavg-digits\n#SBATCH --ntasks=5\n#SBATCH --cpus-per-task=2\n" in text
+    assert "#SBATCH --nodes=1\n#SBATCH --ntasks=5\n#SBATCH --cpus-per-task=2\n" in text
     text = printed_plan(capsys, *words, "--ranks-per-node", "4")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks=5\n#SBATCH --ntasks-per-node=3\n" in text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import refused, run_here
+from bits import refused
 from by_hand import (
     ADAM,
     ADAMW,
@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, linear
 from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.errors import FINISHED, UserError
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 
 HEAD = 650
@@ -175,7 +175,12 @@ def test_a_parameter_of_body_and_head_goes_with_methods_that_do_not_divide_them(
     file = tmp_path / "tied.py"
     file.write_text(TIED)
     words = [f"model.path={file}", "train.rounds=1", "data.clients=3", "data.per_client=20"]
-    assert run_here(tmp_path / "fedavg", ["method.name=fedavg", *words]) == FINISHED
+    loop, batched = (
+        Run("method.name=fedavg", *words, f"run.engine={engine}").server["theta"]
+        for engine in ("loop", "batched")
+    )
+    torch.testing.assert_close(loop, batched, rtol=0, atol=1e-6)
+    assert loop.numel() == 64 * 64 + 64 + 64 + 65 * 10
     error = refused(capsys, "method.name=moon", *words, "--out", tmp_path / "moon")
     assert (
         "method.name=moon divides the model into body and head, and body.first.weight and head.last" in error

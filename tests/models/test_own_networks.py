@@ -93,7 +93,7 @@ class Scaled(nn.Linear):
     ("built", "expected"),
     [
         (nn.Sequential(nn.Linear(6, 3)), "its build returned a Sequential; return Network"),
-        (network(nn.Linear(6, 4), nn.Identity()), "the parameters of its head must be there"),
+        (network(nn.Linear(6, 4), nn.Identity()), "the head needs parameters that the body does not have"),
         (network(frozen()), r"body\.part\.weight has requires_grad=False, .* make it a buffer"),
         (network(nn.LazyLinear(4)), r"body\.part\.weight has no shape yet; give its module's sizes"),
         (

@@ -449,22 +449,23 @@ def test_curves_show_the_rounds_that_all_seeds_have(table: Table, client: int | 
 # The command
 
 
-def test_plan_lists_cells_and_hours_and_writes_nothing(
+def test_plan_lists_cells_and_their_time_and_writes_nothing(
     table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     words = ["table", str(table.path), "--out", str(table.folder), "data.per_client=40", "--plan"]
-    # enough rounds for hours
+    # enough rounds for minutes
     assert main([*words, "--quiet", "train.rounds=100000"]) == FINISHED
     text = capsys.readouterr().out
     rows = rows_below("easy:", text, 4)
-    assert rows[0] == ["method", "cells", "finished", "rounds", "hours left"]
+    assert rows[0] == ["method", "cells", "finished", "rounds", "time left"]
     of_rows = [[name, "3", "0", "100000"] for name in ("ours_1", "theirs", "alone")]
     assert [row[:4] for row in rows[1:]] == of_rows
-    of_cells = [float(line.split()[-1]) for line in text.splitlines() if " 100000 " in line]
-    (hours,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(text.split()))
-    assert float(hours) == pytest.approx(sum(of_cells), abs=0.1)
-    assert min(of_cells) > 0.1
+    of_clock = re.findall(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d)", " ".join(text.split()))
+    whole_s, *of_rows_s = (np.dot([int(n or 0) for n in part], [86400, 3600, 60, 1]) for part in of_clock)
+    assert len(of_rows_s) == 5
+    assert whole_s == pytest.approx(sum(of_rows_s), abs=3)
+    assert re.search(r"15 cells, .*:\d\d of one process", " ".join(text.split()))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -481,7 +482,7 @@ def test_a_plan_leaves_out_finished_cells(table: Table, capsys: pytest.CaptureFi
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     _, *rows = rows_below("easy:", capsys.readouterr().out, 4)
     assert [row[1:3] for row in rows] == [["3", "3"], ["3", "3"], ["3", "0"]]
-    assert [float(row[4]) > 0 for row in rows] == [False, False, True]
+    assert [row[4] == "0 ms" for row in rows] == [True, True, False]
 
 
 def test_a_plan_names_rows_whose_dry_run_does_not_fit(
@@ -491,5 +492,5 @@ def test_a_plan_names_rows_whose_dry_run_does_not_fit(
     words = ["--column", "easy", "--plan"]
     assert main(["table", str(table.path), "--out", str(table.folder), *words]) == FINISHED
     out, err = capsys.readouterr()
-    assert [row[4] for row in rows_below("easy:", out, 4)[1:]] == ["0", "0", "-"]
-    assert re.search(r"warning: .*, not in the hours: the dry run needs about .* free\n", err)
+    assert [row[4] for row in rows_below("easy:", out, 4)[1:]] == ["0 ms", "0 ms", "-"]
+    assert re.search(r"warning: .*, without a time: the dry run needs about .* free\n", err)

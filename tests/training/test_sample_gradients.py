@@ -118,12 +118,12 @@ class Cosine(nn.Linear):
         return normalize(x, dim=1) @ normalize(self.weight, dim=1).T
 
 
-class Doubled(nn.Linear):
-    """With a hook that changes what the layer returns."""
+class Clamped(nn.Linear):
+    """With a hook that changes what the layer returns for some samples."""
 
     def __init__(self) -> None:
         super().__init__(64, 10)
-        self.register_forward_hook(lambda module, inputs, output: 2 * output)
+        self.register_forward_hook(lambda module, inputs, output: output.clamp(max=0.9))
 
 
 def spectral() -> nn.Module:
@@ -134,7 +134,7 @@ def spectral() -> nn.Module:
 
 ONE_BY_ONE = {
     "a layer of one's own": nn.Sequential(nn.Flatten(), Cosine(64, 10, bias=False)),
-    "a hook": nn.Sequential(nn.Flatten(), Doubled()),
+    "a hook": nn.Sequential(nn.Flatten(), Clamped()),
     "a normalised layer": nn.Sequential(nn.Flatten(), spectral()),
     "padding with other values": nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.LazyLinear(10)
@@ -165,16 +165,10 @@ def sampled(network: nn.Module, side: int = 8) -> tuple[nn.Module, Tensor, Tenso
 @pytest.mark.parametrize("name", [*BY_LAYER, *ONE_BY_ONE])
 def test_squared_gradients_equal_those_of_single_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name], side=16 if name == "convolutions" else 8)
-    given, one_by_one = [], sample_gradients._one_by_one
-
-    def noted(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        given.append(len(x))
-        return one_by_one(network, x, y)
-
-    monkeypatch.setattr(sample_gradients, "_one_by_one", noted)
+    if name in BY_LAYER:
+        monkeypatch.setattr(sample_gradients, "_one_by_one", None)
     known = by_hand(network, x, y)
     torch.testing.assert_close(squared_gradients(network, x, y), known, rtol=1e-12, atol=0)
-    assert (max(given) <= 3) == (name in BY_LAYER)
 
 
 @pytest.mark.parametrize("name", ["convolutions, BatchNorm", "in groups"])
