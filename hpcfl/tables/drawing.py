@@ -470,20 +470,24 @@ def _scored(results: Sequence[Result]) -> list[str]:
 
 def _without_checkpoint(table: Table, results: Sequence[Result], histories: Histories) -> list[str]:
     """Say of which finished cells no curve of a client is known."""
-    lacking = []
-    for result, name in zip(results, _short_names(results), strict=True):
+    counts = []
+    for result in results:
         cells = [cell for cell in table.cells_of(result.row.label, result.column) if cell.seed in result.runs]
-        if gone := sum(cell.folder not in histories for cell in cells):
-            lacking.append(f"{name or result.row.label} ({gone} of {len(cells)} seeds)")
-    return [f"without checkpoint: {'; '.join(lacking)}"] if lacking else []
+        counts.append((sum(cell.folder not in histories for cell in cells), len(cells)))
+    return _seeds_of("without checkpoint", results, counts)
 
 
 def _missing(results: Sequence[Result]) -> list[str]:
     """Say which of the cells that would be drawn are not finished."""
-    lacking = []
-    for result, name in zip(results, _short_names(results), strict=True):
-        if result.missing:
-            total = result.missing + len(result.runs)
-            seeds = f" ({result.missing} of {total} seeds)" if result.runs else ""
-            lacking.append(f"{name or result.row.label}{seeds}")
-    return [f"missing: {'; '.join(lacking)}"] if lacking else []
+    counts = [(result.missing, result.missing + len(result.runs)) for result in results]
+    return _seeds_of("missing", results, counts)
+
+
+def _seeds_of(what: str, results: Sequence[Result], counts: Sequence[tuple[int, int]]) -> list[str]:
+    """Say of how many seeds something holds, by result and of how many seeds."""
+    named = [
+        f"{name or result.row.label}" + f" ({count} of {total} seeds)" * (count < total)
+        for result, name, (count, total) in zip(results, _short_names(results), counts, strict=True)
+        if count
+    ]
+    return [f"{what}: {'; '.join(named)}"] if named else []
