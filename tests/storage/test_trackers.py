@@ -128,8 +128,10 @@ def test_a_missing_package_is_reported_before_the_run_and_not_needed_without_the
     for module in [module for module in sys.modules if module.partition(".")[0] == top]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, top, None)
-    error = refused(capfd, *settings, f"run.tracker={name}", "--out", tmp_path / "run")
-    assert error.startswith(f"hpcfl: error: run.tracker={name} needs the package {package}")
+    of_run = (*settings, f"run.tracker={name}", "--out", tmp_path / "run")
+    for words in (of_run, ("plan", *settings, f"run.tracker={name}"), ("doctor", *of_run)):
+        error = refused(capfd, *words)
+        assert error.startswith(f"hpcfl: error: run.tracker={name} needs the package {package}")
     assert f"pip install {package}" in error
     assert not (tmp_path / "run").exists()
     assert run_here(tmp_path / "run", [*settings, "train.rounds=1"]) == FINISHED
