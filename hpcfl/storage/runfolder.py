@@ -153,8 +153,9 @@ class RunFolder:
             self._write_record(environment)
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
-            # a new run can begin in another folder
-            if error.errno in (*NO_ROOM, *[errno.EROFS] * self.store.exists):
+            # on a read-only disk, a new run can begin in another folder
+            to_be_resumed = (*NO_ROOM, errno.EROFS) if self.store.exists else NO_ROOM
+            if error.errno in to_be_resumed:
                 raise StorageError(
                     f"{problem}; {REMEDIES[error.errno]} and rerun the same command to resume"
                 ) from error
