@@ -154,7 +154,7 @@ class RunFolder:
         except OSError as error:
             problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             # on a read-only disk, a new run can begin in another folder
-            to_be_resumed = (*NO_ROOM, errno.EROFS) if self.store.exists else NO_ROOM
+            to_be_resumed: tuple[int, ...] = (*NO_ROOM, errno.EROFS) if self.store.exists else NO_ROOM
             if error.errno in to_be_resumed:
                 raise StorageError(
                     f"{problem}; {REMEDIES[error.errno]} and rerun the same command to resume"
