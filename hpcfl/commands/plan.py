@@ -92,7 +92,7 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         return
     if options.no_timing:
         return
-    if reason := lacks_memory(method):
+    if reason := lacks_memory(method, of_server):
         print(f"no times and no memory: {reason}; type the same on a larger one")
         return
     if options.ranks is None:
@@ -111,7 +111,8 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
     # the nodes of a job are not those where the plan is made, unless it was measured on several
     knows_nodes = options.ranks_per_node is not None or interconnect.link_bytes_a_s is not None
-    header = SlurmHeader(name, config.run.threads, estimate, on_gpu, knows_nodes, options.time)
+    of_job = estimate if knows_nodes else replace(estimate, nodes=1)
+    header = SlurmHeader(name, config.run.threads, of_job, on_gpu, options.time)
     lines = [
         _measured(config.run, method.context.train, found, estimate),
         _network(interconnect),

@@ -29,7 +29,6 @@ from hpcfl.machine import free_bytes, peak_bytes
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
 from hpcfl.setup.experiment import Experiment, assemble, configure_process, describe, is_batched, method_of
-from hpcfl.setup.validate import state_bytes
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
@@ -52,9 +51,12 @@ TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for w
 """Columns of metrics.csv with bytes that are cumulative over rounds."""
 
 
-def lacks_memory(method: Method) -> str | None:
-    """Return why a method's dry run does not fit in the free memory; None if it does."""
-    needed, free = STATES * sum(state_bytes(method).values()), free_bytes()
+def lacks_memory(method: Method, of_server: Mapping[str, int]) -> str | None:
+    """Return why a method's dry run does not fit in the free memory; None if it does.
+
+    `of_server` are the bytes of the server's state by part.
+    """
+    needed, free = STATES * sum(of_server.values()), free_bytes()
     if method.sharded is not None:
         # with sharded models, the only process has those of all clients
         rows = MethodAdapter(method).initial_clients([0]).values()

@@ -41,20 +41,10 @@ class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
     def __init__(
-        self,
-        name: str,
-        threads: int,
-        estimate: Estimate,
-        on_gpu: bool,
-        knows_nodes: bool,
-        limit_s: int | None = None,
+        self, name: str, threads: int, estimate: Estimate, on_gpu: bool, limit_s: int | None = None
     ) -> None:
-        """Choose the limits of a job; UserError if not even one round fits in the time limit.
-
-        Without `knows_nodes`, they are for one node.
-        """
+        """Choose the limits of a job; UserError if not even one round fits in the time limit."""
         self._name, self._threads, self._estimate, self._on_gpu = name, threads, estimate, on_gpu
-        self._nodes = estimate.nodes if knows_nodes else 1
         self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
         wanted_s = max(SHORTEST_S, _up(MARGIN * (START_S + estimate.total_s) + self.signal_s, 600))
         self.limit_s = limit_s or min(LONGEST_S, wanted_s)
@@ -77,15 +67,15 @@ class SlurmHeader:
     def lines(self) -> list[str]:
         """Return the lines, ready to be pasted."""
         estimate, threads = self._estimate, self._threads
-        a_node = math.ceil(estimate.ranks / self._nodes)
+        a_node = math.ceil(estimate.ranks / estimate.nodes)
         # nodes without rank 0 have a worker in its place
-        first = max(estimate.server_memory, estimate.worker_memory * (self._nodes > 1))
+        first = max(estimate.server_memory, estimate.worker_memory * (estimate.nodes > 1))
         memory = MEMORY_MARGIN * (first + (a_node - 1) * estimate.worker_memory)
         options = [
             f"--job-name={self._name}",
-            f"--nodes={self._nodes}",
+            f"--nodes={estimate.nodes}",
             f"--ntasks={estimate.ranks}",
-            *([f"--ntasks-per-node={a_node}"] if self._nodes > 1 else []),
+            *([f"--ntasks-per-node={a_node}"] if estimate.nodes > 1 else []),
             f"--cpus-per-task={threads}",
             f"--mem={_up(memory / 2**20, MEMORY_STEP)}M",
             f"--time={limit_of(self.limit_s)}",

@@ -18,6 +18,7 @@ from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run
+from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.tables.file import (
     ONLY,
     Drawing,
@@ -86,7 +87,7 @@ class Cell:
         try:
             return self._finished()
         except UserError:
-            if not (self.folder / "checkpoint.h5").is_file():
+            if not CheckpointStore(self.folder).exists:
                 raise
             return None
 
@@ -101,8 +102,10 @@ class Cell:
 
     def _finished(self) -> Run | None:
         run = self._run
-        is_finished = run is not None and not self._differences(run) and run.is_finished and run.clients
-        return run if is_finished else None
+        if run is None or self._differences(run) or not run.is_finished:
+            return None
+        # reading it shows whether it is damaged
+        return run if run.clients else None
 
     @property
     def changes(self) -> list[str]:

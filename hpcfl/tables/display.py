@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 
 from hpcfl.formatting import Document, Grid, half_width, percent
+from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.tables.accuracies import Difference, Result
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import DEFAULT_SHOW, ONLY, QUANTITIES
@@ -46,7 +47,7 @@ def _without_metrics(table: Table, results: Sequence[Result]) -> list[str]:
     lacking = [run for result in results for run in result.runs.values() if not run.confusion]
     if not lacking:
         return []
-    gone = sum(not (run.path / "checkpoint.h5").is_file() for run in lacking)
+    gone = sum(not CheckpointStore(run.path).exists for run in lacking)
     return [
         f"finished cells without {', '.join(names)}: {len(lacking)}; to add them, repeat the command with "
         "run.metrics=true" + (f" ({gone} of them cannot, without checkpoint.h5)" if gone else "")

@@ -484,7 +484,7 @@ def _missing(results: Sequence[Result]) -> list[str]:
 
 
 def _seeds_of(what: str, results: Sequence[Result], counts: Sequence[tuple[int, int]]) -> list[str]:
-    """Say of how many seeds something holds, by result and of how many seeds."""
+    """Say of which results something holds, where `counts` has of each how many seeds, and of how many."""
     named = [
         f"{name or result.row.label}" + f" ({count} of {total} seeds)" * (count < total)
         for result, name, (count, total) in zip(results, _short_names(results), counts, strict=True)

@@ -15,7 +15,7 @@ from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import dry_run, lacks_memory, missing_gpu
 from hpcfl.planning.estimate import Planner
 from hpcfl.setup.experiment import make_method, partition_samples
-from hpcfl.setup.validate import check_chain, check_settings_of_data, too_large
+from hpcfl.setup.validate import check_chain, check_settings_of_data, state_bytes, too_large
 from hpcfl.tables.cells import Cell, Table
 
 LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def plan(table: Table) -> Document:
         finished = sum(one.finished_run is not None for one in cells)
         left_s, reason = 0.0, None
         if finished < len(cells):
-            reason = too_large(method) or lacks_memory(method)
+            reason = too_large(method) or lacks_memory(method, state_bytes(method))
         if reason:
             LOG.warning(f"{cell.place}, without a time: {reason}")
         elif finished < len(cells):

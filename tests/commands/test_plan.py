@@ -319,7 +319,7 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     # with as many ranks as nobody has, nothing changes either
     assert replace(planner.on(10**9), ranks=6) == planner.on(6)
     with pytest.raises(UserError, match=r"is shorter than one round .* on 4 ranks; give .* more --ranks"):
-        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, True, 600)
+        SlurmHeader("name", 1, replace(spread, round_s=900.0), False, 600)
     # a worker also adds up its clients' uploads
     assert alone.train_s == pytest.approx(0.5 * sum(seen) + 5 * 0.1)
     assert alone.round_s == pytest.approx(alone.train_s + 5 * 0.6)
@@ -379,7 +379,7 @@ def test_a_node_without_rank_0_has_a_worker_more(digits: Path) -> None:
     estimate = planner_of([*tiny_settings(digits), "method.name=fedavg"]).on(4)
     estimate = replace(estimate, server_memory=400 * 2**20, worker_memory=800 * 2**20)
     for nodes, ranks, mebibytes in ((1, 4, 400 + 3 * 800), (2, 4, 2 * 800), (4, 4, 800)):
-        lines = SlurmHeader("name", 1, replace(estimate, nodes=nodes, ranks=ranks), False, True).lines()
+        lines = SlurmHeader("name", 1, replace(estimate, nodes=nodes, ranks=ranks), False).lines()
         assert f"#SBATCH --mem={math.ceil(1.25 * mebibytes / 100) * 100}M" in lines
 
 
