@@ -33,6 +33,14 @@ class Upload(ABC):
     sent: Message | None
     """The message that the server sent to the cohort in this round; on the server only."""
 
+    def received(self, name: str) -> Tensor:
+        """Return a tensor that all clients share as they received it: with a codec, not the server's own.
+
+        A server's step starts here, since a codec's rounding is no client's move. On the server only.
+        """
+        assert self.sent is not None
+        return self.sent.shared[name]
+
     @property
     @abstractmethod
     def is_read(self) -> bool:

@@ -10,8 +10,9 @@ are equally sensitive a shorter one. p_i is client i's share of the cohort's tra
 
 Choices: F are the logits, and ||F||^2 is a mean over the samples of a mini-batch. Omega_i comes from one pass
 over the training set with the received w, in which BatchNorm takes the statistics of mini-batches and keeps
-none of them. A number to which no client is sensitive has zeta = 1 + tau. Running statistics are averaged as
-in FedAvg.
+none of them. A number to which no client is sensitive has zeta = 1 + tau; a bias before BatchNorm, which
+changes no output, has any, since its Omega is rounding errors. int8 has one scale for a layer, and sends its
+smallest Omega_i as 0. Running statistics are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class Elastic(FedAvg):
         return Message(per_client={"theta": theta, "sensitivity": sensitivity})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        update = weighted_mean(up, "theta", cohort.num_samples) - server["theta"]
+        start = up.received("theta")
+        update = weighted_mean(up, "theta", cohort.num_samples) - start
         sensitivity = up.collect("sensitivity")["sensitivity"]
-        server["theta"] = server["theta"] + self.factors(sensitivity, cohort.num_samples) * update
+        server["theta"] = start + self.factors(sensitivity, cohort.num_samples) * update
 
     def sensitivity(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return Omega [C, P] of models [C, P]."""

@@ -71,9 +71,7 @@ class FedDyn(FedAvg):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", torch.ones(len(cohort)))
         share = len(cohort) / self.context.num_clients
-        # from what they have received: a codec's rounding is no move of theirs, and would add up in h
-        assert up.sent is not None
-        server["h"] = server["h"] + share * (mean - up.sent.shared["theta"])
+        server["h"] = server["h"] + share * (mean - up.received("theta"))
         server["theta"] = mean + server["h"]
 
     def strengths(self, num_samples: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class FedNova(FedAvg):
         mean = weighted_mean(up, "theta", shares / norms)
         # tau_eff sum_i p_i / |a_i| (theta_i - w); the factor is 1 or more
         factor = (shares * norms).sum() * (shares / norms).sum()
-        server["theta"] = torch.lerp(server["theta"], mean, float(factor))
+        server["theta"] = torch.lerp(up.received("theta"), mean, float(factor))
 
 
 def sum_of_factors(steps: Tensor, momentum: float) -> Tensor:

@@ -86,7 +86,7 @@ class PFedMe(OwnBesideGlobal):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
-        server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
+        server["theta"] = torch.lerp(up.received("theta"), mean, self.params.beta)
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         lr = self.params.personal_lr * clients.lr_decay

@@ -81,5 +81,5 @@ class Scaffold(FedAvg):
             of_cohort, of_all = torch.ones(len(cohort)), torch.ones(self.context.num_clients)
         means = weighted_means(up, {"theta": of_cohort, "change": of_cohort})
         share = float(of_cohort.sum() / of_all.sum())
-        server["theta"] = torch.lerp(server["theta"], means["theta"], self.params.global_lr)
+        server["theta"] = torch.lerp(up.received("theta"), means["theta"], self.params.global_lr)
         server["variate"] = server["variate"] + share * means["change"]

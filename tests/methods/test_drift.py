@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.fedlc import FedLC
 from hpcfl.methods.fedntd import not_true
@@ -219,7 +219,8 @@ def test_scaffold_converges_to_the_minimum_of_the_objective(weights: str, rest: 
             y = y - lr * (y - wanted - own + server["variate"])
         change = (server["theta"] - y) / (steps * lr) - server["variate"]
         own = own + change
-        method.aggregate(server, cohort, upload_of({"theta": y, "change": change}))
+        sent = Message(shared={"theta": server["theta"]})
+        method.aggregate(server, cohort, upload_of({"theta": y, "change": change}, sent))
     torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
 
 

@@ -87,8 +87,16 @@ def test_fednova_converges_to_the_minimum_of_the_objective() -> None:
     left = (1 - 1e-3) ** steps.float().unsqueeze(1)
     for _ in range(1500):
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
-        method.aggregate(server, cohort, upload_of(rows))
+        method.aggregate(server, cohort, upload_of(rows, Message(shared={"theta": server["theta"]})))
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["fednova", "elastic", "scaffold method.global_lr=4", "pfedme method.beta=4"])
+def test_a_download_that_is_rounded_moves_no_model_if_no_client_does(name: str) -> None:
+    """The first download rounds the model, as with FedAvg; no later step makes more of it."""
+    still = ("train.rounds=6", "train.lr=1e-12", "comm.codec=int8", "clients.local_epochs=[1,8]")
+    fedavg, other = (Run(*SOME, *still, *f"method.name={name}".split()) for name in ("fedavg", name))
+    assert_close(other.server["theta"], fedavg.server["theta"])
 
 
 # FedDyn
@@ -187,7 +195,8 @@ def test_an_elastic_step_of_the_server_equals_that_by_hand() -> None:
         "theta": torch.tensor([[2.0], [6.0]]).expand(2, size),
         "sensitivity": torch.tensor([[3.0], [1.0]]).expand(2, size),
     }
-    method.aggregate(server, Cohort(0, (0, 1), torch.tensor([10, 30])), upload_of(rows))
+    sent = Message(shared={"theta": server["theta"]})
+    method.aggregate(server, Cohort(0, (0, 1), torch.tensor([10, 30])), upload_of(rows, sent))
     assert_close(server["theta"], torch.full((size,), 1 + 1.0 * 4.0), atol=1e-6)
 
 
