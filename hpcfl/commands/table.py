@@ -88,7 +88,6 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             )
 
         if options.no_run:
-            run_collectively(world, lambda: _check_files(table) if world.is_server else None)
             finish()
             return False
         own = table.chosen[part - 1 :: num_parts]
@@ -233,13 +232,6 @@ def _note(cell: Cell, text: str | None) -> None:
             cell.note.write_text(text)
 
 
-def _check_files(table: Table) -> None:
-    """Raise UserError if a file of a cell is damaged, which its run would write again."""
-    for cell in table.cells:
-        if damage := cell.damage:
-            raise damage
-
-
 def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> list[Cell]:
     """Write all files, and say what was written and what is missing; return the chosen cells missing."""
     text, drawn = write(table), write_from_histories(table)
@@ -249,6 +241,8 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     for name in [name for name, files in drawn.items() if not files]:
         say(f"{name} is not drawn: nothing that it shows is finished")
     if with_results:
+        if damage := next((found for cell in table.cells if (found := cell.damage)), None):
+            raise UserError(f"no results are written: {damage}")
         say(f"results: {', '.join(map(str, write_results(table)))}")
     missing = [cell for cell in table.chosen if cell.finished_run is None]
     if missing:
@@ -284,6 +278,8 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
             continue
         starts_over = False
         try:
+            if not folder.store.exists and (damage := cell.damage):
+                raise damage
             folder.check(fresh=False)
         except UserError as error:
             if not fresh:

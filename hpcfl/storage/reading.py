@@ -115,10 +115,10 @@ def read_columns(path: Path) -> Columns:
 
 def damaged(path: Path, line: int) -> UserError:
     """Return the error for a damaged line of a run's CSV file."""
-    return UserError(
-        f"{path}, line {line}: damaged; restore the file from a backup, or delete it and rerun the run's "
-        "command, which writes it again from the checkpoint"
-    )
+    remedy = "delete it and rerun the run's command, which writes it again from the checkpoint"
+    if not any(path.parent.glob("checkpoint*.h5")):
+        remedy = "rerun the run's command with --fresh, which moves its folder aside and starts over"
+    return UserError(f"{path}, line {line}: damaged; restore the file from a backup, or {remedy}")
 
 
 def _value(name: str, cell: str) -> float | str:

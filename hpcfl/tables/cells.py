@@ -18,7 +18,6 @@ from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run
-from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.tables.file import (
     ONLY,
     Drawing,
@@ -79,16 +78,13 @@ class Cell:
 
     @property
     def finished_run(self) -> Run | None:
-        """The run in its folder; None unless it is finished, and has these settings.
+        """The run in its folder; None unless it is finished, has these settings, and can be read.
 
-        Where they name no file of the user's own, it may have read its data from any. None also if
-        clients.csv or metrics.csv is damaged and a checkpoint can write it again; UserError without one.
+        Where they name no file of the user's own, it may have read its data from any.
         """
         try:
             return self._finished()
         except UserError:
-            if not CheckpointStore(self.folder).exists:
-                raise
             return None
 
     @property

@@ -488,20 +488,22 @@ def test_a_cell_with_a_damaged_file_writes_it_again(
 
 
 def test_a_damaged_file_is_named_where_nothing_writes_it_again(
-    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], copied: Path, finish: Finish, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = copied / "fedavg-s0" / "clients.csv"
     file.write_text("")
-    before = files(copied)
-    error = refused(capsys, "table", *words, "--out", copied, "--no-run", "--write-results")
-    assert f"{file}, line 2: damaged; restore the file" in error
-    assert files(copied) == before
+    assert main(["table", *words, "--out", str(copied), "--no-run"]) == FINISHED
+    assert f"{file}, line 2: damaged; restore the file" in capsys.readouterr().out
+    error = refused(capsys, "table", *words, "--out", copied, "--no-run", "--write-results", "--quiet")
+    assert f"no results are written: {file}, line 2: damaged; restore the file" in error
     (copied / "fedavg-s0" / "checkpoint.h5").unlink()
     (copied / "fedavg-s0" / "checkpoint.prev.h5").unlink(missing_ok=True)
-    before = files(copied)
     error = refused(capsys, "table", *words, "--out", copied)
     assert f"{file}, line 2: damaged; restore the file" in error
-    assert files(copied) == before
+    assert "rerun the run's command with --fresh" in error
+    assert not file.read_text()
+    assert "missing" not in finish(copied, *words, "--fresh")
+    assert file.read_text()
 
 
 def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Path) -> None:
