@@ -198,6 +198,8 @@ def _add_source(dataset: Any) -> str:
     """Register samples as a source. Its name contains their digest, so other samples make another run."""
     try:
         pairs = [dataset[number] for number in range(len(dataset))]
+        if any(isinstance(pair, Mapping) for pair in pairs):
+            raise TypeError("a sample is a dictionary")
         x = np.stack([np.asarray(image) for image, _ in pairs])
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(

@@ -613,8 +613,9 @@ class Config:
     def sample_keys(self) -> dict[str, Any]:
         """Return the keys that decide which samples each client has, and which are scored, flat."""
         keys = {key: value for key, value in self.result_keys().items() if key.startswith("data.")}
-        # normalisation does not change which samples a client has
-        del keys["data.normalise"]
+        # which samples a client has, and which labels it is scored by, does not depend on these
+        for key in ("data.normalise", "data.label_noise", "data.label_noise_clients"):
+            del keys[key]
         return keys | {"data.seed": self.data_seed, "run.eval_split": self.run.eval_split}
 
     def short_hash(self) -> str:

@@ -16,7 +16,7 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import clock, readable_bytes, times
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
-from hpcfl.results.comparison import samples_of
+from hpcfl.results.comparison import sample_keys, samples_of
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
@@ -373,7 +373,7 @@ def _keys_that_differ(trees: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     """Return notes about several runs."""
-    if differ := _keys_that_differ([run.config.sample_keys() for run in runs]):
+    if differ := _keys_that_differ([sample_keys(run) for run in runs]):
         return [f"Clients of these runs hold different samples: {', '.join(differ)} differ."]
     if len(samples := samples_of(*runs)) > 1:
         return [f"The data of these runs have changed in between: {', '.join(samples)} (environment)."]

@@ -131,6 +131,16 @@ def samples_of(*runs: Run) -> list[str]:
     return list(dict.fromkeys(run.environment["samples"] for run in runs if "samples" in run.environment))
 
 
+def sample_keys(run: Run) -> dict[str, Any]:
+    """Return the keys that decide which samples a run's clients have, and which are scored, flat."""
+    return _without_path(run, run.config.sample_keys())
+
+
+def _without_path(run: Run, keys: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where a run's data lay, if their checksum tells which they were."""
+    return {key: value for key, value in keys.items() if key != "data.path" or not samples_of(run)}
+
+
 def compare(*runs: Run) -> Comparison:
     """Compare finished runs on the same samples of the same clients.
 
@@ -156,7 +166,7 @@ def compare(*runs: Run) -> Comparison:
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for first, *others in zip(*entries, strict=True):
         for other in others:
-            if changed := differences(first.config.sample_keys(), other.config.sample_keys()):
+            if changed := differences(sample_keys(first), sample_keys(other)):
                 _check_seeds(_by_configuration(runs))
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their clients have other samples "
@@ -210,7 +220,8 @@ def _check_seeds(configurations: Sequence[Mapping[tuple[int, int], Run]]) -> Non
 
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys that change a run's results."""
-    return {key: value for key, value in run.config.result_keys().items() if key not in without}
+    keys = _without_path(run, run.config.result_keys())
+    return {key: value for key, value in keys.items() if key not in without}
 
 
 def _accuracies(entry: Sequence[Run]) -> list[list[float]]:

@@ -173,9 +173,11 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
 
 
 def _same_data(*runs: Run) -> bool:
-    """Whether runs have read their data from, or with, the same file of the user's own, and the same ones."""
+    """Whether runs have read the same data; of older runs without a checksum, from or with the same file."""
+    if all(map(samples_of, runs)):
+        return len(samples_of(*runs)) == 1
     files = {(run.record["data"].get("path"), run.record["data"].get("reader")) for run in runs}
-    return len(files) == 1 and len(samples_of(*runs)) <= 1
+    return len(files) == 1
 
 
 def _figures(run: Run, train: TrainConfig) -> dict[str, float]:

@@ -119,6 +119,21 @@ def test_runs_of_other_samples_are_refused(tmp_path: Path, capsys: pytest.Captur
         assert f"cannot be compared: their clients have other samples ({why})" in line
 
 
+def test_runs_on_the_same_samples_in_another_file_or_with_wrong_training_labels_are_compared(
+    tmp_path: Path,
+) -> None:
+    data, runs = ("data.source=npz", "data.layout=NHWC"), []
+    for name, *keys in (
+        ("A", "data.path=images.npz"),
+        ("B", "data.path=/scratch/images.npz", "data.label_noise=0.4", "data.label_noise_clients=0.5"),
+    ):
+        made(tmp_path / name, *data, *keys)
+        record = tmp_path / name / "config.yaml"
+        record.write_text(record.read_text() + "  samples: '00c0ffee'\n")
+        runs.append(hpcfl.load_run(tmp_path / name))
+    assert hpcfl.compare(*runs).keys.keys() == {"data.label_noise", "data.label_noise_clients"}
+
+
 def test_runs_between_which_the_data_have_changed_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
