@@ -73,9 +73,6 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
         if params.variant == "exact":
             w.grad = d - params.alpha * hessian_times(run, d, w, *c)
         optimiser.step()
-        assert not torch.equal(a[0], b[0])
-        assert not torch.equal(b[0], c[0])
-        assert not torch.equal(c[0], a[0])
     return w
 
 
@@ -106,8 +103,6 @@ def test_rounds_of_per_fedavg_equal_those_by_hand(variant: str, keys: tuple[str,
     assert_close(run.server["theta"], theta)
     if BUFFERS in run.server:
         assert_close(run.server[BUFFERS], statistics)
-    assert run.clients == {}
-    assert run.config.method.options.delta == 0.001
 
 
 def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of(
@@ -249,8 +244,6 @@ def test_rounds_of_fedala_equal_a_plain_implementation(keys: tuple[str, ...], fe
         assert_close(run.server[BUFFERS], reference.statistics)
     hats = torch.stack([reference.combined(client, reference.learn(client, 4)[0]) for client in range(4)])
     assert_close(run.evaluated()["theta"], hats)
-    rounds = torch.tensor([[len(passes)] * 2 for passes in reference.passes])
-    assert torch.equal(run.bytes_by_client, 8 * run.method.layout.size * rounds)
     assert (run.clients["weights"] - 1).abs().max() > 0.01
 
 

@@ -18,7 +18,7 @@ from by_hand import (
     mean_by_samples,
     method_of,
     network_with,
-    torchs_optimiser,
+    train_by_torch,
     train_cohort,
     work,
 )
@@ -132,17 +132,6 @@ def test_margins_equal_those_by_hand() -> None:
     assert method_of(FedLC, tau=0).margins(counts).tolist() == [[0.0, 0.0, torch.inf, 0.0]]
 
 
-def test_weights_of_a_class_that_no_client_of_the_round_has_do_not_change() -> None:
-    run = Run(*MLP, "method.name=fedlc", "train.rounds=1", "train.participation=0.25")
-    (client,) = run.simulation.cohort(0).clients
-    absent = class_counts(run)[client] == 0
-    assert 0 < absent.sum() < 10
-    start = network_with(run, run.method.context.initial_parameters(), torch.empty(0)).head
-    end = network_with(run, run.server["theta"], torch.empty(0)).head
-    for before, after in zip(start.parameters(), end.parameters(), strict=True):
-        assert torch.equal((before == after).view(10, -1).all(dim=1), absent)
-
-
 def test_a_client_of_fedlc_with_one_class_returns_the_model_unchanged() -> None:
     run = Run(*MLP, "method.name=fedlc", "train.rounds=1")
     run.worker.shard.samples("train", 2)[1].fill_(3)
@@ -167,7 +156,7 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     train = run.config.train
     for number in range(train.rounds):
         clients = list(run.simulation.cohort(number).clients)
-        lr, models, statistics, counts, new = train.lr * train.lr_decay**number, [], [], [], own.clone()
+        lr, models, statistics, new = train.lr * train.lr_decay**number, [], [], own.clone()
         for client in clients:
             y_i, kept, gradients = theta, buffers, []
             for x, y in batches_of(run, client, number):
@@ -180,8 +169,6 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             new[client] = torch.stack(gradients).mean(dim=0)
             models.append(y_i)
             statistics.append(kept)
-            counts.append(len(gradients))
-        assert len(set(counts)) > 1
         global_lr = run.config.method.options.global_lr
         theta = theta + global_lr * mean_of_scaffold(run, clients, torch.stack(models) - theta)
         buffers = mean_by_samples(run, clients, torch.stack(statistics))
@@ -234,6 +221,19 @@ def contrast_by_hand(z: Tensor, z_w: Tensor, z_p: Tensor, temperature: float) ->
     return -(near / (near + far)).log().mean()
 
 
+def with_contrast(run: Run, of_global: Network, of_previous: Network) -> Loss:
+    params = run.config.method.options
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        z = network.body(x)
+        with torch.no_grad():
+            z_w, z_p = of_global.body(x), of_previous.body(x)
+        contrast = contrast_by_hand(z, z_w, z_p, params.temperature)
+        return cross_entropy(network.head(z), y) + params.mu * contrast
+
+    return loss
+
+
 def test_the_contrast_of_moon_equals_that_by_hand() -> None:
     moon = method_of(Moon)
     assert moon.params.temperature == 0.5
@@ -255,7 +255,6 @@ def test_the_contrast_of_moon_equals_that_by_hand() -> None:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_moon_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=moon", *keys)
-    layout, params = run.method.layout, run.config.method.options
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial(range(4))
     previous: dict[int, tuple[Tensor, Tensor]] = {}
     for number in range(3):
@@ -266,16 +265,8 @@ def test_rounds_of_moon_equal_a_plain_implementation(keys: tuple[str, ...]) -> N
             of_global, of_previous = (
                 network_with(run, *model).eval() for model in (received, previous.get(client, received))
             )
-            optimiser = torchs_optimiser(run, list(network.parameters()), number)
-            for x, y in batches_of(run, client, number):
-                z = network.body(x)
-                with torch.no_grad():
-                    z_w, z_p = of_global.body(x), of_previous.body(x)
-                contrast = contrast_by_hand(z, z_w, z_p, params.temperature)
-                network.zero_grad()
-                (cross_entropy(network.head(z), y) + params.mu * contrast).backward()
-                optimiser.step()
-            previous[client] = layout.flatten(network)
+            train_by_torch(run, client, number, network, loss=with_contrast(run, of_global, of_previous))
+            previous[client] = run.method.layout.flatten(network)
         theta = mean_by_samples(run, clients, torch.stack([previous[client][0] for client in clients]))
         statistics = torch.stack([previous[client][1] for client in clients])
         if run.method.buffers.policy == "average":
@@ -288,9 +279,7 @@ def test_rounds_of_moon_equal_a_plain_implementation(keys: tuple[str, ...]) -> N
     evaluated = run.evaluated()
     assert_close(evaluated["theta"], theta.expand(4, -1))
     assert_close(evaluated["buffers"], buffers)
-    assert run.clients["count"].tolist() == [
-        sum(client in cohort for cohort in cohorts) for client in range(4)
-    ]
+    assert run.clients["count"].tolist() == [sum(c in cohort for cohort in cohorts) for c in range(4)]
     for client, (model, kept) in previous.items():
         assert_close(run.clients["previous"][client], model)
         assert_close(run.clients["previous_buffers"][client], kept)

@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import assert_close, batches_of, mean_by_samples, models_of, torchs_optimiser, work
+from by_hand import (
+    assert_close,
+    batches_of,
+    mean_by_samples,
+    models_of,
+    torchs_optimiser,
+    train_by_torch,
+    work,
+)
 from harness import MLP, UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -78,6 +86,12 @@ def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, s
 # The round, one client at a time
 
 
+def step(optimiser: torch.optim.Optimizer, objective: Tensor) -> None:
+    optimiser.zero_grad()
+    objective.backward()
+    optimiser.step()
+
+
 class Reference:
     """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
 
@@ -100,52 +114,41 @@ class Reference:
     def train_client(self, client: int, round: int) -> nn.Module:
         """Train one client and return its global extractor."""
         local, shared = self.local[client], copy.deepcopy(self.shared)
-        of_shared, of_local, of_head = (
-            torchs_optimiser(self.run, [*module.parameters()], round)
-            for module in (shared.body, local.body, local.head)
+        of_shared, of_local = (
+            torchs_optimiser(self.run, [*network.body.parameters()], round) for network in (shared, local)
         )
 
         def update_shared(x: Tensor, y: Tensor) -> None:
-            of_shared.zero_grad()
-            cross_entropy(shared(x), y).backward()
-            of_shared.step()
+            step(of_shared, cross_entropy(shared(x), y))
 
         def update_local(x: Tensor, y: Tensor) -> None:
-            of_local.zero_grad()
             features = local.body(x)
             heat = self.params.temperature
             known = (shared.body(x).detach() / heat).softmax(dim=1)
             log_ratio = known.log() - (features / heat).log_softmax(dim=1)
             transfer = heat**2 * (known * log_ratio).sum(dim=1).mean()
-            (cross_entropy(local.head(features), y) + self.params.transfer * transfer).backward()
-            of_local.step()
+            step(of_local, cross_entropy(local.head(features), y) + self.params.transfer * transfer)
 
         def update_coefficient(x: Tensor, y: Tensor) -> None:
             leaf = self.coefficient[client].clone().requires_grad_()
             logits = functional_call(copy.deepcopy(local), self.mixed(leaf, local, shared), x)
-            cross_entropy(logits, y).backward()
-            assert leaf.grad is not None
-            pull = self.params.coefficient_pull * (leaf.detach() - self.params.coefficient)
-            step = self.params.coefficient_lr * self.run.config.train.lr_decay**round
-            moved = leaf.detach() - step * (leaf.grad + pull)
-            self.coefficient[client] = moved.clamp(0, 1)
+            pull = self.params.coefficient_pull / 2 * (leaf - self.params.coefficient) ** 2
+            lr = self.params.coefficient_lr * self.run.config.train.lr_decay**round
+            step(torch.optim.SGD([leaf], lr), cross_entropy(logits, y) + pull)
+            self.coefficient[client] = leaf.detach().clamp(0, 1)
 
         updates: list[Callable[[Tensor, Tensor], None]] = [update_shared, update_local]
         updates += [update_coefficient] if self.params.mixing else []
-        if self.params.schedule == "interleaved":
-            for x, y in batches_of(self.run, client, round):
-                for update in updates:
-                    update(x, y)
-        else:
-            for purpose, update in zip(("batches", "batches1", "batches2"), updates, strict=False):
-                for x, y in batches_of(self.run, client, round, purpose):
+        interleaved = self.params.schedule == "interleaved"
+        passes = [updates] if interleaved else [[update] for update in updates]
+        for purpose, together in zip(("batches", "batches1", "batches2"), passes, strict=False):
+            for x, y in batches_of(self.run, client, round, purpose):
+                for update in together:
                     update(x, y)
         mixed = self.mixed(self.coefficient[client], local, shared)
         local.load_state_dict(mixed, strict=False)
-        for x, y in batches_of(self.run, client, round, "head", self.params.head_epochs):
-            of_head.zero_grad()
-            cross_entropy(local(x), y).backward()
-            of_head.step()
+        head = {"part": "head", "purpose": "head", "epochs": self.params.head_epochs}
+        train_by_torch(self.run, client, round, local, **head)
         return shared
 
     def round(self, number: int) -> None:

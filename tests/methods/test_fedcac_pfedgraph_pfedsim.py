@@ -18,7 +18,7 @@ from hpcfl.config.keys import TrainConfig
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedcac import FedCAC, collaborators, critical_numbers, overlaps, packed, unpacked
-from hpcfl.methods.pfedgraph import PFedGraph, cosine_gradient
+from hpcfl.methods.pfedgraph import PFedGraph
 from hpcfl.methods.pfedsim import PFedSim
 from hpcfl.parameters import Slot
 
@@ -40,7 +40,6 @@ def untrained(kind: type[Method], round: int = 1) -> tuple[Any, State, Cohort]:
 # FedCAC
 
 
-FEDCAC = "method.name=fedcac"
 TWO_TENSORS = (Slot("a", (4,), 0, 4, "layer"), Slot("b", (3,), 4, 7, "layer"))
 
 
@@ -77,17 +76,6 @@ def test_a_weight_changed_only_by_rounding_is_not_critical() -> None:
     start = theta + torch.tensor([[1e-6, 3e-6, 0.0, 5e-6, 1.0, 1.0, 1.0]])
     found = critical_numbers(start, theta, TWO_TENSORS, 1.0)
     assert found.int().tolist() == [[0, 0, 0, 1, 1, 1, 1]]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("count", [7, 8, 9])
-def test_bits_packed_into_bytes_are_unpacked_unchanged(count: int) -> None:
-    bits = random(3, count) > 0
-    found = packed(bits)
-    assert found.dtype == torch.uint8
-    assert found.shape == (3, -(-count // 8))
-    assert torch.equal(unpacked(found)[:, :count], bits)
-    assert not unpacked(found)[:, count:].any()
 
 
 # Who collaborates
@@ -158,7 +146,7 @@ def mixed_by_hand(
 )
 @pytest.mark.usefixtures("double")
 def test_rounds_of_fedcac_equal_those_by_hand(keys: tuple[str, ...]) -> None:
-    run = Run(FEDCAC, *MLP, *UNEQUAL_FEW, "train.lr_decay=0.8", "train.rounds=4", *keys)
+    run = Run("method.name=fedcac", *MLP, *UNEQUAL_FEW, "train.lr_decay=0.8", "train.rounds=4", *keys)
     start = run.method.context.initial_parameters()
     models, known, critical = start.repeat(4, 1), list[int](), dict[int, set[int]]()
     for number in range(4):
@@ -199,9 +187,6 @@ def test_a_client_of_fedcac_without_a_finite_model_is_left_out_and_starts_from_t
 # pFedGraph
 
 
-PFEDGRAPH = "method.name=pfedgraph"
-
-
 # The graph
 
 
@@ -219,24 +204,6 @@ def test_weights_of_the_graph_equal_those_by_hand(alpha: float, expected: list[f
     models[2, 0] -= 2.0
     found = method.weights(models, torch.arange(3), (0,))
     assert_close(found, torch.tensor([expected], dtype=torch.float64), atol=1e-6)
-
-
-@pytest.mark.parametrize("alpha", [0.05, 0.8, 20.0])
-def test_weights_of_the_graph_are_the_minimum_of_the_objective(alpha: float) -> None:
-    """Where a weight is above 0, the objective's slope is at its lowest."""
-    method = method_of(PFedGraph, 6, alpha=alpha)
-    method.context.num_samples = torch.tensor([5, 10, 20, 5, 40, 20])
-    start = method.context.initial_parameters()
-    # pairs with something in common
-    moves = random(6, method.layout.size) + 2 * random(2, method.layout.size, seed=1).repeat(3, 1)
-    weights = method.weights(start + moves, torch.arange(6), range(6))
-    cosines = torch.stack([cosine_similarity(move, moves, dim=1) for move in moves]).double()
-    slopes = -cosines + 2 * alpha * (weights - method.context.num_samples / 100)
-    assert_close(weights.sum(dim=1), torch.ones(6, dtype=torch.float64), atol=1e-12)
-    assert weights.min() >= 0
-    lowest = slopes.amin(dim=1, keepdim=True)
-    assert ((slopes - lowest) * (weights > 0)).max() < 1e-5
-    assert 1 < (weights > 0).sum() <= 36
 
 
 def test_a_client_of_pfedgraph_without_a_finite_model_has_no_neighbours_and_starts_from_the_mean() -> None:
@@ -258,17 +225,6 @@ def test_a_client_of_pfedgraph_without_a_finite_model_has_no_neighbours_and_star
 
 
 # Rounds
-
-
-@pytest.mark.usefixtures("double")
-def test_the_gradient_of_the_cosine_equals_autograd_s_and_is_0_at_the_start() -> None:
-    moves, towards = random(3, 50).requires_grad_(), random(3, 50, seed=1)
-    cosine_similarity(moves, towards, dim=1).sum().backward()
-    assert moves.grad is not None
-    assert_close(cosine_gradient(moves.detach(), towards), moves.grad, atol=1e-14)
-    nothing = torch.zeros(3, 50)
-    assert torch.equal(cosine_gradient(nothing, nothing), nothing)
-    assert torch.equal(cosine_gradient(moves.detach(), nothing), nothing)
 
 
 def weights_by_hand(run: Run, models: Tensor, client: int, known: Sequence[int]) -> Tensor:
@@ -295,7 +251,7 @@ def weights_by_hand(run: Run, models: Tensor, client: int, known: Sequence[int])
 @pytest.mark.usefixtures("double")
 def test_rounds_of_pfedgraph_equal_those_by_hand(keys: tuple[str, ...]) -> None:
     some = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8", "train.rounds=4")
-    run = Run(PFEDGRAPH, *some, *keys)
+    run = Run("method.name=pfedgraph", *some, *keys)
     start = run.method.context.initial_parameters()
     models, known = start.repeat(4, 1), list[int]()
     for number in range(4):
@@ -317,7 +273,6 @@ def test_rounds_of_pfedgraph_equal_those_by_hand(keys: tuple[str, ...]) -> None:
 # pFedSim
 
 
-PFEDSIM = "method.name=pfedsim"
 F, K = 16, 10
 WEIGHTS = slice(64 * F + F, 64 * F + F + K * F)
 """Where the head's weights are in the model."""
@@ -376,7 +331,7 @@ def start_by_hand(models: Tensor, client: int, known: Sequence[int]) -> Tensor:
 @pytest.mark.usefixtures("double")
 def test_rounds_of_pfedsim_equal_those_by_hand(warm_up: str, rounds: int) -> None:
     keys = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8", "train.rounds=5")
-    run = Run(PFEDSIM, *keys, f"method.warm_up={warm_up}")
+    run = Run("method.name=pfedsim", *keys, f"method.warm_up={warm_up}")
     w = run.method.context.initial_parameters()
     models, known = torch.zeros(4, len(w)), set[int]()
     for number in range(5):

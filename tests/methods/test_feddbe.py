@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import (
-    SLIPPERY,
-    SOME,
-    assert_close,
-    batches_of,
-    mean_by_samples,
-    network_with,
-    predicted,
-    torchs_optimiser,
-    train_by_torch,
-)
+from by_hand import SLIPPERY, SOME, assert_close, mean_by_samples, network_with, predicted, train_by_torch
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hpcfl.models import Network
-from hpcfl.training.client_group import ClientGroup
 
 FEDDBE = "method.name=feddbe"
 FEATURES = 64
@@ -56,18 +45,19 @@ class Reference:
             self.consensus = mean_by_samples(self.run, clients, torch.stack(means))
 
     def train(self, client: int, number: int, network: Network, consensus: Tensor) -> None:
+        momentum, mean = self.params.mean_momentum, torch.zeros(FEATURES)
         offset = nn.Parameter(self.offsets[client].clone())
-        optimiser = torchs_optimiser(self.run, [*network.parameters(), offset], number)
-        mean = torch.zeros(FEATURES)
-        for x, y in batches_of(self.run, client, number):
+
+        def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+            nonlocal mean
             features = network.body(x)
-            mean = (1 - self.params.mean_momentum) * mean + self.params.mean_momentum * features.mean(dim=0)
-            loss = cross_entropy(network.head(features + offset), y)
-            loss = loss + self.params.kappa * ((mean - consensus) ** 2).sum() / (2 * FEATURES)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            mean = mean.detach()
+            mean = (1 - momentum) * mean.detach() + momentum * features.mean(dim=0)
+            apart = self.params.kappa * ((mean - consensus) ** 2).sum() / (2 * FEATURES)
+            return cross_entropy(network.head(features + offset), y) + apart
+
+        network.register_parameter("offset", offset)
+        train_by_torch(self.run, client, number, network, loss=loss)
+        del network.offset
         self.offsets[client] = offset.detach()
 
     def probabilities(self, client: int, x: Tensor) -> Tensor:
@@ -112,11 +102,12 @@ def test_unseen_clients_learn_an_offset_beside_the_model() -> None:
     for client in range(2):
         network = network_with(run, theta, buffers)
         offset = nn.Parameter(torch.zeros(FEATURES))
-        optimiser = torchs_optimiser(run, [offset], 3)
-        for batch in ClientGroup(run.unseen, [3 + client], 3).batches("finetune"):
-            optimiser.zero_grad()
-            cross_entropy(network.head(network.body(batch.x[0]) + offset), batch.y[0]).backward()
-            optimiser.step()
+        network.register_parameter("offset", offset)
+
+        def loss(network: Network, x: Tensor, y: Tensor, offset: Tensor = offset) -> Tensor:
+            return cross_entropy(network.head(network.body(x) + offset), y)
+
+        train_by_torch(run, 3 + client, 3, network, part="offset", purpose="finetune", epochs=2, loss=loss)
         (head,) = network.head.children()
         assert isinstance(head, nn.Linear)
         expected = head.bias + head.weight @ offset

@@ -30,13 +30,6 @@ from hpcfl.methods.feddyn import FedDyn
 from hpcfl.methods.fednova import FedNova, sum_of_factors
 from hpcfl.models import Network
 
-
-def steps_of(run: Run, client: int) -> int:
-    """Return the number of mini-batches of a client in a round."""
-    samples, train = int(run.method.context.num_samples[client]), run.config.train
-    return -(-samples // train.batch_size) * train.local_epochs
-
-
 # FedNova
 
 
@@ -61,7 +54,7 @@ def test_rounds_of_fednova_equal_a_plain_implementation() -> None:
         for client, end in zip(clients, models, strict=True):
             # the recursion of the authors' optimiser
             counter = norm = 0.0
-            for _ in range(steps_of(run, client)):
+            for _ in batches_of(run, client, number):
                 counter = run.config.train.momentum * counter + 1
                 norm += counter
             share = float(samples[client]) / total
@@ -222,7 +215,6 @@ def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffer
 @pytest.mark.usefixtures("double")
 def test_rounds_of_elastic_aggregation_equal_a_plain_implementation(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, *SLIPPERY, ELASTIC, *keys)
-    layout = run.method.layout
     theta, buffers = run.method.context.initial_parameters(), run.method.buffers.initial()
     for number in range(3):
         clients, models, statistics = train_cohort(run, number, theta, buffers)
@@ -233,9 +225,9 @@ def test_rounds_of_elastic_aggregation_equal_a_plain_implementation(keys: tuple[
         theta = theta + (1 + run.config.method.options.tau - torch.tensor(ratio)) * update
         buffers = mean_by_samples(run, clients, statistics)
     matters = torch.ones_like(theta, dtype=torch.bool)
-    for slot in layout.parameters:
+    for slot in run.method.layout.parameters:
         # changes no output, so that its gradients are rounding errors
-        if layout.buffer_size and "conv" in slot.name and slot.name.endswith("bias"):
+        if len(buffers) and "conv" in slot.name and slot.name.endswith("bias"):
             matters[slot.start : slot.stop] = False
     assert_close(run.server["theta"][matters], theta[matters])
     assert matters.double().mean() > 0.99

@@ -6,30 +6,30 @@ Against rounds with torch's own modules and optimiser.
 from __future__ import annotations
 
 import copy
-import math
+from typing import Any
 
 import pytest
 import torch
 from by_hand import (
     SLIPPERY,
     SOME,
+    Loss,
     adapted_by_head_alone,
     assert_close,
-    batches_of,
     class_counts,
     mean_by_samples,
     predicted,
-    torchs_optimiser,
+    train_by_torch,
 )
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from hpcfl.randomness import stream_seed
+from hpcfl.models import Network
+from hpcfl.randomness import stream_seed, uniform_by_key
 
 GPFL, FEDCP = "method.name=gpfl", "method.name=fedcp"
 FEATURES, HEAD = 64, 650
-MASK = 2**64 - 1
 
 
 class OfClient(nn.Module):
@@ -59,9 +59,12 @@ class OfClient(nn.Module):
         statistics = [self.get_buffer(slot.name) for slot in self.run.method.layout.buffers]
         return torch.cat(statistics) if statistics else torch.empty(0)
 
-    def work(self, client: int, number: int) -> None:
-        """Train in a round."""
+    def loss_of(self, client: int, number: int) -> Loss:
+        """Return what the client trains on in a round."""
         raise NotImplementedError
+
+    def work(self: Any, client: int, number: int) -> None:
+        train_by_torch(self.run, client, number, self, loss=self.loss_of(client, number))
 
     def sent(self, theta: Tensor) -> Tensor:
         """Return what the client sends, of which its own head is never used."""
@@ -95,22 +98,22 @@ class Guided(OfClient):
         counts = class_counts(self.run)[client]
         return counts / counts.sum()
 
-    def work(self, client: int, number: int) -> None:
+    def loss_of(self, client: int, number: int) -> Loss:
         params = self.run.config.method.options
         received, shares = self.embeddings.detach().clone(), self.shares_of(client)
         general, own = received.mean(dim=0), (shares.unsqueeze(1) * received).sum(dim=0)
-        optimiser = torchs_optimiser(self.run, self.flat(), number)
-        for x, y in batches_of(self.run, client, number):
+
+        def loss(_: Network, x: Tensor, y: Tensor) -> Tensor:
             features = self.body(x)
             guided = self.valve(features, general)
             cosines = cosine_similarity(guided.unsqueeze(1), self.embeddings.unsqueeze(0), dim=2)
             away = torch.stack([(row - received[label]).norm() for row, label in zip(guided, y, strict=True)])
-            loss = cross_entropy(self.head(self.valve(features, own)), y) + cross_entropy(cosines, y)
-            loss = loss + params.magnitude * away.mean()
-            loss = loss + params.decay / 2 * sum((p**2).sum() for p in self.guide())
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
+            penalty = params.magnitude * away.mean()
+            penalty = penalty + params.decay / 2 * torch.stack([(p**2).sum() for p in self.guide()]).sum()
+            logits = self.head(self.valve(features, own))
+            return cross_entropy(logits, y) + cross_entropy(cosines, y) + penalty
+
+        return loss
 
     def logits_of(self, client: int, x: Tensor) -> Tensor:
         condition = self.shares_of(client) @ self.embeddings
@@ -139,28 +142,10 @@ def test_fine_tuning_of_fedcp_leaves_the_received_head_as_it_is() -> None:
     assert not torch.equal(tuned[:, trained], plain[:, trained])
 
 
-class SplitMix:
-    """The generator splitmix64 in Python's whole numbers."""
-
-    def __init__(self, seed: int) -> None:
-        self.state = seed
-
-    def uniform(self) -> float:
-        self.state = (self.state + 0x9E3779B97F4A7C15) & MASK
-        z = self.state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        return (((z ^ (z >> 31)) >> 41) + 0.5) / 2**23
-
-    def logistic(self, *shape: int) -> Tensor:
-        drawn = [self.uniform() for _ in range(math.prod(shape))]
-        return torch.tensor([math.log(u / (1 - u)) for u in drawn]).view(shape)
-
-
 class Policy(OfClient):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.shared_head = nn.Linear(FEATURES, 10)
+        self.shared_head = nn.Linear(FEATURES, 10).requires_grad_(False)
         self.linear, self.norm = nn.Linear(FEATURES, 2 * FEATURES), nn.LayerNorm(2 * FEATURES)
         self.head = nn.Linear(FEATURES, 10)
 
@@ -179,21 +164,20 @@ class Policy(OfClient):
         own: Tensor = self.head(scores[:, 0] * features)
         return own + self.shared_head(scores[:, 1] * features)
 
-    def work(self, client: int, number: int) -> None:
+    def loss_of(self, client: int, number: int) -> Loss:
         weight, frozen = self.run.config.method.options.alignment, copy.deepcopy(self.body).eval()
-        noise = SplitMix(stream_seed(self.run.config.run.seed, "policy", number, client))
-        learning = [p for name, p in self.named_parameters() if not name.startswith("shared_head")]
-        optimiser = torchs_optimiser(self.run, learning, number)
-        for x, y in batches_of(self.run, client, number):
+        keys = torch.tensor([stream_seed(self.run.config.run.seed, "policy", number, client)])
+
+        def loss(_: Network, x: Tensor, y: Tensor) -> Tensor:
+            nonlocal keys
             features = self.body(x)
             with torch.no_grad():
                 taught = frozen(x)
-            loss = cross_entropy(self.logits(features, noise.logistic(len(x), FEATURES)), y)
-            if weight:
-                loss = loss + weight * discrepancy(features, taught)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
+            drawn, keys = uniform_by_key(keys, (len(x), FEATURES))
+            logits = self.logits(features, drawn[0].to(features).logit())
+            return cross_entropy(logits, y) + weight * discrepancy(features, taught)
+
+        return loss
 
     def sent(self, theta: Tensor) -> Tensor:
         """Return theta whose shared head comes half way to the client's own."""

@@ -52,8 +52,7 @@ def test_fedavg_learns_each_kind_and_its_models_predict(kind: str, tmp_path: Pat
 def test_the_bits_do_not_depend_on_the_ranks(kind: str, tmp_path: Path, mpirun: Mpirun) -> None:
     """Clients of unequal size, so that a client's samples begin elsewhere in the memory of each rank."""
     keys = [*SMALL, *words_of(kind, tmp_path), "data.partition.name=dirichlet", "data.clients=6"]
-    keys += ["data.per_client=null", "method.name=pfedla", "train.participation=0.5"]
-    keys += ["run.report=false"]
+    keys += ["data.per_client=null", "method.name=pfedla", "train.participation=0.5", "run.report=false"]
     serial, parallel = tmp_path / "serial", tmp_path / "parallel"
     assert run_here(serial, keys) == 0
     mpirun(3, "-m", "hpcfl.main", *keys, "--out", str(parallel))

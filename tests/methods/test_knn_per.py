@@ -8,6 +8,7 @@ import pytest
 import torch
 from by_hand import assert_close, network_with, predicted
 from harness import UNEQUAL_FEW, Run
+from torch import Tensor
 
 from hpcfl.methods.knn_per import neighbour_probabilities
 
@@ -32,60 +33,53 @@ def test_neighbours_vote_with_weights_by_distance() -> None:
     assert shares == pytest.approx([0.5, 0.25, 0.25], abs=1e-6)
 
 
+def shares_by_hand(store: Tensor, labels: Tensor, feature: Tensor) -> Tensor:
+    """Return the votes [K] of the four nearest of a store, with a scale of 0.5."""
+    squares = ((store - feature) ** 2).sum(dim=1)
+    votes = torch.zeros(10)
+    for place in squares.argsort()[:4].tolist():
+        votes[labels[place]] += torch.exp(-squares[place] / (0.5 * 64))
+    return votes / votes.sum()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("method.weight=0.3",),
+        ("method.weight=0",),
+        ("method.weight=1",),
+        (),
+        ("data.subset_per_class=40", "data.val_fraction=0.3", "train.lr=0.2"),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("double")
-def test_predictions_equal_those_by_hand() -> None:
-    keys = ("model.batchnorm=true", "method.neighbours=4", "method.scale=0.5", "method.weight=0.3")
-    run = Run(*UNEQUAL_FEW, KNN_PER, *keys)
+def test_predictions_equal_those_by_hand(keys: tuple[str, ...]) -> None:
+    """The weight of neighbours is given, or chosen on validation samples or, without any, on stored ones."""
+    some = (*UNEQUAL_FEW, KNN_PER, "model.batchnorm=true", "method.neighbours=4", "method.scale=0.5")
+    run = Run(*some, *keys)
+    given, validates = run.config.method.options.weight, run.config.data.val_fraction > 0
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
+    tenths, weights = torch.linspace(0, 1, 11).unsqueeze(1), run.evaluated()["weight"]
     for client in range(4):
         known, labels = run.worker.shard.samples("train", client)
+        judged, y = run.worker.shard.samples("val" if validates else "train", client)
         x, _ = run.worker.shard.samples("test", client)
         with torch.no_grad():
-            store, features, by_model = network.body(known), network.body(x), network(x).softmax(dim=1)
-        found = predicted(run, client, x)
-        for sample, feature in enumerate(features):
-            squares = ((store - feature) ** 2).sum(dim=1)
-            nearest = squares.argsort()[:4].tolist()
-            votes = torch.zeros(10)
-            for place in nearest:
-                votes[labels[place]] += torch.exp(-squares[place] / (0.5 * 64))
-            expected = 0.3 * votes / votes.sum() + 0.7 * by_model[sample]
-            assert_close(found[sample], expected)
-
-
-def test_without_neighbours_it_is_fedavg_and_without_the_model_it_is_the_neighbours_alone() -> None:
-    fedavg = Run(*UNEQUAL_FEW, "method.name=fedavg")
-    none, alone = (Run(*UNEQUAL_FEW, KNN_PER, f"method.weight={weight}") for weight in (0, 1))
-    for client in range(4):
-        x, y = none.worker.shard.samples("train", client)
-        torch.testing.assert_close(predicted(none, client, x), predicted(fedavg, client, x))
-        # a class that no sample of the client has gets no vote
-        absent = y.bincount(minlength=10) == 0
-        assert absent.any()
-        assert (predicted(alone, client, x)[:, absent] < 1e-30).all()
-        # one neighbour is the sample itself
-        vars(alone.method)["params"] = alone.method.params.model_copy(update={"neighbours": 1})
-        assert torch.equal(predicted(alone, client, x).argmax(dim=1), y)
-        vars(alone.method)["params"] = alone.method.params.model_copy(update={"neighbours": 10})
-
-
-def test_the_weight_is_chosen_on_validation_samples_where_there_are_some() -> None:
-    run = Run("data.per_client=80", "data.val_fraction=0.3", KNN_PER, "method.neighbours=1", "train.lr=0.2")
-    weights = run.evaluated()["weight"]
-    for client in range(4):
-        x, y = run.worker.shard.samples("val", client)
-        losses = []
-        for tenth in range(11):
-            vars(run.method)["params"] = run.method.params.model_copy(update={"weight": tenth / 10})
-            chosen = predicted(run, client, x).gather(1, y.unsqueeze(1))
-            losses.append(-chosen.log().mean().item())
-        vars(run.method)["params"] = run.method.params.model_copy(update={"weight": None})
-        assert weights[client].item() == pytest.approx(losses.index(min(losses)) / 10)
-        # test samples have no effect
-        shard = run.worker.shard
-        shard.x[shard._part("test", client)] *= -1
-    assert torch.equal(run.evaluated()["weight"], weights)
-    assert len(weights.unique()) > 1
+            store, of_judged, features = (network.body(part) for part in (known, judged, x))
+            by_model, of_tests = (network(part).softmax(dim=1) for part in (judged, x))
+        losses = torch.zeros(11)
+        for sample, label in enumerate(y):
+            others = torch.arange(len(labels)) != (-1 if validates else sample)
+            shares = shares_by_hand(store[others], labels[others], of_judged[sample])
+            mixed = tenths * shares + (1 - tenths) * by_model[sample]
+            losses -= mixed[:, label].clamp(min=1e-38).log()
+        chosen = losses.argmin() / 10 if given is None else torch.tensor(given)
+        assert_close(weights[client], chosen.to(weights))
+        for sample, found in enumerate(predicted(run, client, x)):
+            shares = shares_by_hand(store, labels, features[sample])
+            assert_close(found, chosen * shares + (1 - chosen) * of_tests[sample])
+    assert (len(weights.unique()) > 1) == (given is None)
 
 
 def test_clients_with_one_sample_and_with_one_class() -> None:

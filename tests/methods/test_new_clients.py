@@ -9,11 +9,14 @@ from functools import cache
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, network_with, train_by_torch
-from harness import Run
+from by_hand import SLIPPERY, SOME, batches_of, method_of, network_with, train_by_torch
+from harness import Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from hpcfl.communication.messages import Cohort
+from hpcfl.methods import Method
+from hpcfl.methods.fedamp import FedAMP
 from hpcfl.methods.fedfomo import FedFomo
 from hpcfl.models import Network
 
@@ -206,24 +209,18 @@ def test_a_new_client_of_per_fedavg_takes_an_adaptation_step() -> None:
     torch.testing.assert_close(run.adapted()["theta"][0], run.server["theta"] - 0.01 * slope)
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedfomo"])
-def test_a_new_client_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
-    run = finished(f"method.name={method}", "train.participation=0.34")
-    server = dict(run.server)
-    known = server["is_known"] == 1
-    assert 0 < known.sum() < N
-    torch.testing.assert_close(run.method.mean_of_models(server), server["models"][known].mean(dim=0))
-    (cohort,) = run.simulation._federation.cohorts(ROUNDS, run.simulation._federation.unseen)
-    message = run.method.new_client_download(server, cohort)
-    if isinstance(run.method, FedFomo):
-        sent = message.per_client["models"][0]
-        assert len(sent) == known.sum()
-        assert all((model == server["models"][known]).all(dim=1).any() for model in sent)
-    diverged = server["models"].clone()
-    diverged[known.nonzero()[0]] = torch.nan
-    others = diverged[known].isfinite().all(dim=1)
-    left = run.method.mean_of_models(server | {"models": diverged})
-    expected = (
-        diverged[known][others].mean(dim=0) if others.any() else run.method.context.initial_parameters()
-    )
-    torch.testing.assert_close(left, expected)
+@pytest.mark.parametrize("kind", [FedAMP, FedFomo])
+def test_a_new_client_starts_at_the_mean_of_the_models_that_were_sent(kind: type[Method]) -> None:
+    method = method_of(kind)
+    models = random(4, method.layout.size)
+    server = method.server_state() | {"models": models, "is_known": torch.tensor([1, 0, 1, 1])}
+    torch.testing.assert_close(method.mean_of_models(server), models[[0, 2, 3]].mean(dim=0))
+    if kind is FedFomo:
+        message = method.new_client_download(server, Cohort(0, (4,), torch.ones(1)))
+        sent = {tuple(model) for model in message.per_client["models"][0].tolist()}
+        assert sent == {tuple(model) for model in models[[0, 2, 3]].tolist()}
+    # models that diverged are left out
+    models[2] = torch.nan
+    torch.testing.assert_close(method.mean_of_models(server), models[[0, 3]].mean(dim=0))
+    models[:] = torch.nan
+    assert torch.equal(method.mean_of_models(server), method.context.initial_parameters())

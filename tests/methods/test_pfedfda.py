@@ -10,16 +10,12 @@ from by_hand import (
     adapted_gaussians,
     assert_close,
     discriminant_head,
-    give_one_class_each,
     mean_by_samples,
     method_of,
     network_with,
     train_by_torch,
-    work,
 )
 from harness import Run, random
-from torch.distributions import MultivariateNormal
-from torch.nn.functional import linear
 
 from hpcfl.methods.pfedfda import Gaussians, PFedFDA, folds
 from hpcfl.randomness import torch_stream
@@ -32,21 +28,6 @@ K, F = 10, 16
 
 
 @pytest.mark.usefixtures("double")
-def test_a_head_gives_the_posterior_of_gaussians() -> None:
-    method = method_of(PFedFDA)
-    spread = random(F, F)
-    covariance, means, y = spread @ spread.T / F + torch.eye(F), random(K, F, seed=1), torch.arange(40) % 4
-    x = random(6, F, seed=2)
-    weights, bias = method.head(Gaussians(means, covariance), method.priors(y))
-    shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(F)
-    priors = torch.tensor([0.2501] * 4 + [0.0001] * 6) / 1.001
-    log_density = torch.stack([MultivariateNormal(mean, shrunk).log_prob(x) for mean in means], dim=1)
-    assert_close(
-        linear(x, weights, bias).softmax(dim=1), (log_density + priors.log()).softmax(dim=1), atol=1e-12
-    )
-
-
-@pytest.mark.usefixtures("double")
 def test_mean_and_covariance_equal_those_by_hand() -> None:
     """Class 0 has a mean of its own; class 1 has two samples, around the mean of others; class 2 has none."""
     method = method_of(PFedFDA, ridge=0.5)
@@ -56,23 +37,6 @@ def test_mean_and_covariance_equal_those_by_hand() -> None:
     assert found.means.tolist() == [[1.0, 1.0], [5.0, 4.0], [7.0, 8.0]]
     # of class 0: (-1, -1), (2, -1), (-1, 2); of class 1: (0, 1), (1, 0)
     assert_close(found.covariance, torch.tensor([[7.0, -3.0], [-3.0, 7.0]]) / 4 + 0.5 * torch.eye(2))
-
-
-def test_each_fold_is_half_of_each_class() -> None:
-    y = torch.tensor([3] * 10 + [1] * 7 + [0])
-    found, other = (folds(y, torch_stream(seed, "folds")) for seed in (0, 1))
-    assert [found[y == label].sum().item() for label in (3, 1, 0)] == [5, 4, 1]
-    assert not torch.equal(found, other)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_client_like_the_others_uses_their_statistics_and_a_different_one_its_own() -> None:
-    method, everyone = method_of(PFedFDA), Gaussians(3 * random(K, F), torch.eye(F))
-    y = torch.arange(40) % 8
-    alike = everyone.means[y] + random(40, F, seed=1)
-    assert method.chosen_share(alike, y, folds(y, torch_stream(0, "folds")), everyone) <= 0.3
-    unlike = 4 * random(K, F, seed=2)[y] + 0.3 * random(40, F, seed=1)
-    assert method.chosen_share(unlike, y, folds(y, torch_stream(0, "folds")), everyone) >= 0.8
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -142,21 +106,6 @@ def test_the_first_gaussians_stay_if_clients_have_no_weight() -> None:
     start = run.method.server_state()
     for name in ("means", "covariance"):
         assert_close(run.server[name], start[name], atol=1e-14)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
-    """Client 0 has only class 0, and returns all other means unchanged."""
-    run = Run(PFEDFDA, "data.partition.name=iid", "train.rounds=1", "method.beta=1")
-    give_one_class_each(run)
-    up, clients = work(run, 0, 1)
-    sent = up.per_client["means"][0]
-    assert torch.equal(sent[1:], run.server["means"][1:])
-    assert up.per_client["covariance"].isfinite().all()
-    network = network_with(run, up.per_client["theta"][0], clients.buffers[0]).eval()
-    with torch.no_grad():
-        features = network.body(run.worker.shard.samples("train", 0)[0])
-    assert_close(sent[0], features.mean(dim=0), atol=1e-12)
 
 
 @pytest.mark.usefixtures("double")

@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import cohort_of, loss, work
+from by_hand import cohort_of, method_of
 from harness import Run, random
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from uploads import upload_of
 
-from hpcfl.communication.messages import Cohort
-from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
-from hpcfl.methods.adapter import MethodAdapter
-from hpcfl.methods.base import Context, State
+from hpcfl.methods.base import State
 from hpcfl.methods.pfedhn import HYPERNETWORK, PFedHN, PFedHNParams
-from hpcfl.models import ConvNetOptions
-from hpcfl.models.generators import Generator, Gradients
-from hpcfl.samples import SampleType
 
 OURS = "method.name=pfedhn"
 SMALL_ONE = ("model.name=mlp", "model.hidden=[]", "method.hidden=8", "method.hidden_layers=1")
@@ -49,10 +43,6 @@ def detached(leaves: State) -> State:
     return {name: leaf.detach() for name, leaf in leaves.items()}
 
 
-def gradients_of(leaves: State) -> State:
-    return {name: leaf.grad for name, leaf in leaves.items()}
-
-
 def part(server: State) -> State:
     """Return copies of the hypernetwork's weights, by the generator's names."""
     names = [name for name in server if name.startswith(HYPERNETWORK)]
@@ -64,51 +54,25 @@ def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> N
     run.adapter.aggregate(server, cohort_of(run.method, clients), upload_of({"update": deltas}))
 
 
-def method_of(*keys: str) -> tuple[Run, State]:
-    """Return a method with a drawn generator, so that all its gradients are there, and the server's start."""
+def drawn(*keys: str) -> tuple[Run, State]:
+    """Return a run with a drawn generator, so that all its gradients are there, and the server's start."""
     run = Run(OURS, *SMALL_ONE, "method.start=drawn", "train.rounds=1", *keys)
     return run, run.adapter.initial_server()
-
-
-def whole(gradients: Gradients) -> State:
-    """Return the gradients of all tensors, that of the head's weight too."""
-    return gradients.others | {"head.weight": gradients.slopes.T @ gradients.features}
 
 
 def close(found: State, expected: State) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-# The generator
-
-
-@pytest.mark.parametrize("hidden_layers", [0, 2])
-@pytest.mark.usefixtures("double")
-def test_models_and_gradients_equal_those_of_plain_modules(hidden_layers: int) -> None:
-    shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=hidden_layers)
-    state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
-    leaves, clients, slopes = leaves_of(state), [3, 1], random(2, 17, seed=99)
-    models = torch.stack([generated(leaves, client) for client in clients])
-    torch.testing.assert_close(shape.generate(state, clients), models.detach(), rtol=0, atol=1e-12)
-    (models * slopes).sum().backward()
-    gradients = whole(shape.gradients(state, clients, slopes))
-    expected = gradients_of(leaves)
-    expected["embedding"] = expected["embedding"][clients]
-    close(gradients, expected)
-    assert all(gradient.abs().max() > 1e-3 for gradient in gradients.values())
-    close(state, detached(leaves))
-    assert not any(tensor.requires_grad for tensor in state.values())
-
-
 # Starts
 
 
 def test_a_common_start_generates_the_model_s_weights_and_a_random_start_does_not() -> None:
-    common, drawn = (Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn"))
-    initial = common.method.context.initial_parameters()
+    runs = [Run(OURS, "train.rounds=1", f"method.start={start}") for start in ("common", "drawn")]
+    initial = runs[0].method.context.initial_parameters()
     equal, apart = (
         run.adapter.download(run.adapter.initial_server(), cohort_of(run.method, range(4)))["theta"]
-        for run in (common, drawn)
+        for run in runs
     )
     assert torch.equal(equal, initial.expand(4, -1))
     assert torch.pdist(apart).min() > 1
@@ -116,23 +80,6 @@ def test_a_common_start_generates_the_model_s_weights_and_a_random_start_does_no
 
 
 # The server's step
-
-
-@pytest.mark.usefixtures("double")
-def test_a_small_step_lowers_the_loss_of_the_generated_model() -> None:
-    keys = ("method.hypernetwork_weight_decay=0", "method.hypernetwork_lr=0.001", "train.lr=0.01")
-    run = Run(OURS, *SMALL_ONE, "train.rounds=1", *keys)
-    run.server = run.adapter.initial_server()
-    x, y = run.worker.shard.samples("train", 2)
-
-    def loss_of_generated() -> float:
-        theta = run.adapter.download(run.server, cohort_of(run.method, [2]))["theta"][0]
-        return float(loss(run, theta, x, y))
-
-    before, delta = loss_of_generated(), work(run, 2)[0].per_client["update"]
-    for _ in range(3):
-        answer(run, run.server, [2], delta)
-    assert loss_of_generated() < before - 1e-4
 
 
 class Sizes(TorchDispatchMode):
@@ -152,7 +99,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("step", ["sequential", "mean"])
 def test_a_step_allocates_no_tensor_as_large_as_the_head_of_the_hypernetwork(step: str) -> None:
-    run, server = method_of(f"method.server_step={step}")
+    run, server = drawn(f"method.server_step={step}")
     deltas = random(2, MODEL)
     with Sizes() as sizes:
         answer(run, server, [0, 1], deltas)
@@ -160,17 +107,23 @@ def test_a_step_allocates_no_tensor_as_large_as_the_head_of_the_hypernetwork(ste
     assert sizes.largest <= deltas.numel() < server[f"{HYPERNETWORK}head.weight"].numel()
 
 
-@pytest.mark.parametrize("clip", [1e9, 0.5])
+@pytest.mark.parametrize(("clip", "hidden_layers"), [(1e9, 2), (0.5, 0)])
 @pytest.mark.usefixtures("double")
-def test_one_mean_step_equals_torch_s_sgd_on_the_mean_product(clip: float) -> None:
-    run, server = method_of("method.server_step=mean", *STEP, f"method.clip={clip}")
+def test_mean_steps_equal_torch_s_sgd_on_the_mean_product(clip: float, hidden_layers: int) -> None:
+    keys = (f"method.clip={clip}", f"method.hidden_layers={hidden_layers}")
+    run, server = drawn("method.server_step=mean", *STEP, *keys)
     leaves = leaves_of(part(server))
     optimiser = torch.optim.SGD(leaves.values(), **SGD)
     for number in range(3):
         deltas = 0.1 * random(4, MODEL, seed=number)
+        models = torch.stack([generated(leaves, client) for client in range(4)])
+        sent = run.adapter.download(server, cohort_of(run.method, range(4)))["theta"]
+        close(sent, models.detach())
         optimiser.zero_grad()
-        sum(generated(leaves, client) @ deltas[client] / 4 for client in range(4)).backward()
-        length = torch.cat([gradient.flatten() for gradient in gradients_of(leaves).values()]).norm()
+        ((models * deltas).sum() / 4).backward()
+        gradients = [leaf.grad for leaf in leaves.values()]
+        assert all(gradient.abs().max() > 1e-3 for gradient in gradients)
+        length = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         assert 0.5 < length < 1e9
         for leaf in leaves.values():
             leaf.grad *= min(1.0, clip / length)
@@ -181,7 +134,7 @@ def test_one_mean_step_equals_torch_s_sgd_on_the_mean_product(clip: float) -> No
 
 @pytest.mark.usefixtures("double")
 def test_sequential_steps_equal_torch_s_sgd_one_client_after_the_other() -> None:
-    run, server = method_of("method.server_step=sequential", *STEP, "method.clip=0.5")
+    run, server = drawn("method.server_step=sequential", *STEP, "method.clip=0.5")
     leaves = leaves_of(part(server))
     embedding = [row.detach().requires_grad_() for row in leaves.pop("embedding")]
     shared = list(leaves.values())
@@ -216,22 +169,8 @@ def test_sizes_are_those_of_the_authors() -> None:
     assert run.bytes_by_client.tolist() == [[4 * DIGITS_CNN] * 2] * 9
 
 
-def test_a_private_head_needs_a_body() -> None:
-    with pytest.raises(UserError, match=r"^method\.name=pfedhn needs a feature extractor and a head"):
-        Run(OURS, "method.private_head=true", "model.name=mlp", "model.hidden=[]")
-
-
-class Given(ConvNetOptions):
-    weights: str = "weights.pt"
-
-
-def test_given_weights_are_the_common_start_and_refused_with_a_random_start() -> None:
-    sizes = torch.tensor([4, 4])
-    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, train=TrainConfig(), seed=0)
-    common = PFedHN(context, PFedHNParams())
-    sent = MethodAdapter(common).download(
-        MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))
-    )["theta"]
-    torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)
+def test_given_weights_are_refused_with_a_random_start() -> None:
+    context = method_of(PFedHN).context
+    context.weights_are_given = True
     with pytest.raises(UserError, match=r"^method\.start=drawn .* drop model\.weights, or use method\.st"):
         PFedHN(context, PFedHNParams(start="drawn"))

@@ -110,3 +110,17 @@ def test_a_method_with_these_settings_is_local_training(keys: Keys, method: str)
         # methods with alignment predict by prototypes
         assert "alignment" in method or torch.equal(ours.evaluated()[name], tensor)
     assert torch.equal(ours.server.get("models", local.clients["theta"]), local.clients["theta"])
+
+
+@pytest.mark.parametrize(
+    ("method", "simpler"),
+    [
+        ("fedas alignment_epochs=0", "fedper"),
+        ("fedpac alignment=0 head_lr=0.05", "fedrep head_epochs=1 body_epochs=1"),
+    ],
+)
+def test_with_one_client_a_round_and_no_alignment_it_is_a_simpler_method(method: str, simpler: str) -> None:
+    ours, expected = (run_of((*SLIDING, "train.participation=0.25"), name) for name in (method, simpler))
+    for name in ("theta", "buffers"):
+        assert torch.equal(ours.server[name], expected.server[name])
+    assert torch.equal(ours.server.get("heads", ours.clients.get("head")), expected.clients["head"])

@@ -84,12 +84,16 @@ def assert_alike(one: Run, other: Run, **tolerance: float) -> None:
 
 @pytest.mark.warns
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "state"),
+    [*((case, "auto") for case in CASES), *((case, "host") for case in ("ditto", "moon", "heurpfedla"))],
+)
 @pytest.mark.usefixtures("double")
 def test_two_rounds_in_float64_equal_those_on_a_cpu(
-    settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
+    settings: list[str], on_cpu: Callable[..., Run], case: str, state: str, engine: str
 ) -> None:
-    assert_alike(on_gpu(settings, case, engine), on_cpu(case), rtol=1e-7, atol=1e-9)
+    run = on_gpu(settings, case, engine, f"run.state={state}")
+    assert_alike(run, on_cpu(case), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.warns
@@ -107,15 +111,6 @@ def test_one_step_in_float32_equals_that_on_a_cpu(
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_has_the_same_bits_twice(settings: list[str], case: str, engine: str) -> None:
     assert_alike(on_gpu(settings, case, engine), on_gpu(settings, case, engine), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", ["ditto", "moon", "heurpfedla"])
-@pytest.mark.usefixtures("double")
-def test_state_on_the_host_gives_the_same_float64_numbers(
-    settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
-) -> None:
-    assert_alike(on_gpu(settings, case, engine, "run.state=host"), on_cpu(case), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

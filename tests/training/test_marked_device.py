@@ -40,7 +40,6 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models import MODELS
 from hpcfl.models.networks import ConvNet
-from hpcfl.parameters import ParameterLayout
 from hpcfl.simulation.divergence import diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation
@@ -240,14 +239,7 @@ def settings(digits: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "model.name=small", "train.participation=0.5"]
 
 
-OWN_NUMBERS = {
-    "fedafk": HEAD,
-    "fedbabu": HEAD,
-    "feddyn": 1,
-    "fedfomo": 1,
-    "pfedgraph": SIZE,
-    "scaffold": 1,
-}
+OWN_NUMBERS = {"fedafk": HEAD, "fedbabu": HEAD, "feddyn": 1, "fedfomo": 1, "pfedgraph": SIZE, "scaffold": 1}
 """What a method itself brings to the device, once or several times: fixed heads, a share or strength, the
 initial model, numbers of steps.
 FedMN's router draws on the CPU whatever the device."""
@@ -377,4 +369,3 @@ def test_a_step_has_few_operators(marked: Marked) -> None:
         counts.append(sum(n for name, n in marked.operators.items() if name not in VIEWS))
     steps = 2
     assert (counts[1] - counts[0]) / steps <= OPERATORS_OF_A_STEP
-    assert ParameterLayout(make_network(batchnorm=True)).size == theta.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,77 +15,12 @@ from hpcfl.training import sample_gradients
 from hpcfl.training.sample_gradients import squared_gradients
 
 
-class Twice(nn.Module):
-    """A network whose hidden layer is used twice."""
+class Step(nn.Module):
+    """A step of a network that has no weights of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden(self.hidden(x.flatten(start_dim=1)).tanh()))
-        return logits
-
-
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.second(self.first(x.flatten(start_dim=1)).tanh()))
-        return logits
-
-
-class BackAndForth(nn.Module):
-    """A network that also uses a layer's weight by itself, as an autoencoder does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(64, 6), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden(x.flatten(start_dim=1)).tanh()
-        logits: Tensor = self.head(linear(hidden, self.hidden.weight.T))
-        return logits
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.rows(x.squeeze(1))[0][:, -1])
-        return logits
-
-
-class StepsFirst(nn.Module):
-    """A network of sequences [steps, n, features], here with as many steps as there are samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps = x[:, 0, :7].transpose(0, 1)
-        logits: Tensor = self.head(self.hidden(steps).relu().mean(dim=0))
-        return logits
-
-
-class StepsAsSamples(nn.Module):
-    """A network whose hidden layer receives all steps of all samples in one axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(48, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden(x.flatten(end_dim=2)).relu().view(len(x), -1))
-        return logits
+        self.forward = function
 
 
 def by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -132,6 +68,9 @@ def spectral() -> nn.Module:
         return nn.utils.spectral_norm(nn.Linear(64, 10))
 
 
+USED_TWICE, FIRST, TIED, THERE = (nn.Linear(64, outputs) for outputs in (64, 64, 64, 6))
+TIED.weight = FIRST.weight
+
 ONE_BY_ONE = {
     "a layer of one's own": nn.Sequential(nn.Flatten(), Cosine(64, 10, bias=False)),
     "a hook": nn.Sequential(nn.Flatten(), Clamped()),
@@ -144,12 +83,26 @@ ONE_BY_ONE = {
         nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.LazyLinear(10)
     ),
     "another layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(10)),
-    "used twice": Twice(),
-    "tied": Tied(),
-    "back and forth": BackAndForth(),
-    "recurrent": Recurrent(),
-    "steps first": StepsFirst(),
-    "steps as samples": StepsAsSamples(),
+    "used twice": nn.Sequential(
+        nn.Flatten(), USED_TWICE, nn.Tanh(), Step(lambda x: USED_TWICE(x)), nn.Linear(64, 10)
+    ),
+    "tied": nn.Sequential(nn.Flatten(), FIRST, nn.Tanh(), TIED, nn.Linear(64, 10)),
+    # as in an autoencoder, a layer's weight is also used by itself
+    "back and forth": nn.Sequential(
+        nn.Flatten(), THERE, nn.Tanh(), Step(lambda x: linear(x, THERE.weight.T)), nn.Linear(64, 10)
+    ),
+    "recurrent": nn.Sequential(
+        nn.Flatten(1, 2), nn.LSTM(8, 6, batch_first=True), Step(lambda x: x[0][:, -1]), nn.Linear(6, 10)
+    ),
+    # as many steps [steps, n, features] as there are samples
+    "steps first": nn.Sequential(
+        *(Step(lambda x: x[:, 0, :7].transpose(0, 1)), nn.Linear(8, 6), nn.ReLU()),
+        *(Step(lambda x: x.mean(dim=0)), nn.Linear(6, 10)),
+    ),
+    # all steps of all samples in one axis
+    "steps as samples": nn.Sequential(
+        nn.Flatten(0, 2), nn.Linear(8, 6), nn.ReLU(), Step(lambda x: x.view(-1, 48)), nn.Linear(48, 10)
+    ),
 }
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from harness import SMALL, make_network, make_worker, spread
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import LastBatch, Precision, TrainConfig
 from hpcfl.errors import UserError
-from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
 from hpcfl.setup import validate
@@ -22,8 +22,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
-from hpcfl.training.forward import Forward
-from hpcfl.training.losses import class_probabilities, cross_entropy_loss, sample_losses
+from hpcfl.training.losses import class_probabilities, cross_entropy_loss
 
 KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
@@ -41,19 +40,9 @@ def settings(**keys: object) -> TrainConfig:
     return TrainConfig.model_validate({"batch_size": 4, "local_epochs": 3, "lr": 0.1} | keys)
 
 
-def general_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-    """Use features, the head, sample indices and a second tensor; every part has a gradient."""
-    features = forward.features(tensors["theta"], batch.x)
-    logits = forward.head(tensors["theta"], features)
-    weights = 1 + 0.1 * batch.index
-    fit = (cross_entropy(logits, batch.y, reduction="none") * weights).mean()
-    return fit + tensors["scale"] * features.square().mean() + (tensors["scale"] - 2).square()
-
-
-def everyone(place: WorkerContext, round: int = 0, buffers: Tensor | None = None) -> ClientGroup:
-    clients = ClientGroup(place, list(place.clients), round)
-    if buffers is not None:
-        clients.replace_buffers(buffers.clone())
+def everyone(place: WorkerContext, buffers: Tensor) -> ClientGroup:
+    clients = ClientGroup(place, list(place.clients), 0)
+    clients.replace_buffers(buffers.clone())
     return clients
 
 
@@ -150,49 +139,6 @@ def test_batches_permute_each_client_by_its_own_stream(batched: bool, kind: Last
         assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_number_of_steps_takes_as_many_passes_over_the_samples_as_needed(
-    batched: bool,
-) -> None:
-    place = make_worker(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
-
-    def seen(**keys: int) -> list[list[list[int]]]:
-        found: list[list[list[int]]] = [[] for _ in SIZES]
-        for batch in ClientGroup(place, range(5), round=1).batches("some", **keys):
-            for position, client in enumerate(rows_of(batch)):
-                found[client].append(batch.index[position].tolist())
-        return found
-
-    # four, three, two, one and one mini-batch a pass
-    passes = seen(epochs=4)
-    assert [len(of_client) for of_client in passes] == [16, 12, 8, 4, 4]
-    for steps in (0, 1, 3, 4):
-        assert seen(steps=steps) == [of_client[:steps] for of_client in passes]
-    alone = [batch.index[0].tolist() for batch in ClientGroup(place, [3], round=1).batches("some", steps=4)]
-    assert alone == passes[3]
-
-
-def test_batches_go_through_given_samples_only() -> None:
-    place = make_worker(make_network(), SIZES, settings())
-    samples = [torch.tensor(numbers) for numbers in ([0, 2, 12, 7, 4, 11], [10], [7, 1], [2, 0, 1], [1])]
-    seen: list[list[int]] = [[] for _ in SIZES]
-    sizes = []
-    for batch in ClientGroup(place, range(5), round=0).batches("some", epochs=2, samples=samples):
-        sizes.append((batch.index.shape[1], rows_of(batch)))
-        for position, client in enumerate(rows_of(batch)):
-            x, y = place.shard.samples("train", client)
-            assert torch.equal(batch.x[position], x[batch.index[position]])
-            assert torch.equal(batch.y[position], y[batch.index[position]])
-            seen[client] += batch.index[position].tolist()
-    # first mini-batches of 3, 1, 2, 3 and 1; only the first client has a second one
-    assert sizes == 2 * [(3, [0, 3]), (2, [2]), (1, [1, 4]), (3, [0])]
-    for found, chosen in zip(seen, samples, strict=True):
-        assert sorted(found[: len(chosen)]) == sorted(found[len(chosen) :]) == sorted(chosen.tolist())
-    stream = torch_stream(place.seed, "some", 0, 0)
-    assert seen[0][:6] == samples[0][torch.randperm(6, generator=stream)].tolist()
-    assert seen[0][6:] == samples[0][torch.randperm(6, generator=stream)].tolist()
-
-
 @pytest.mark.parametrize(
     ("share", "fewest", "sizes"),
     [
@@ -202,85 +148,18 @@ def test_batches_go_through_given_samples_only() -> None:
         (1.0, (1, 0), list(SIZES)),
     ],
 )
-def test_clients_divide_their_samples_by_their_own_streams(
-    share: float, fewest: tuple[int, int], sizes: list[int]
-) -> None:
+def test_clients_divide_their_samples(share: float, fewest: tuple[int, int], sizes: list[int]) -> None:
     place = make_worker(make_network(), SIZES, settings())
     first, rest = ClientGroup(place, range(5), round=3).divided("purpose", share, fewest=fewest)
     assert [len(samples) for samples in first] == sizes
     for part, other, size in zip(first, rest, SIZES, strict=True):
         assert sorted([*part.tolist(), *other.tolist()]) == list(range(size))
-    # the same in every round and group, unless the round is given
-    again = ClientGroup(place, [2, 0], round=5).divided("purpose", share, fewest=fewest)[0]
-    assert torch.equal(again[0], first[2])
-    assert torch.equal(again[1], first[0])
-    later, elsewhere = (
-        ClientGroup(place, [0], round=3).divided(purpose, share, fewest=fewest, round=number)
-        for purpose, number in (("purpose", 3), ("other", 0))
-    )
-    for other in (later, elsewhere):
-        assert not torch.equal(torch.cat([other[0][0], other[1][0]]), torch.cat([first[0], rest[0]]))
-
-
-def test_a_table_of_samples_is_indexed_by_client_and_sample() -> None:
-    table = torch.arange(3 * 13 * 2).view(3, 13, 2)
-    index = torch.tensor([[12, 0, 5], [3, 3, 1]])
-    some = Batch(torch.tensor([2, 0]), torch.empty(2, 3), torch.empty(2, 3), index)
-    assert torch.equal(some.pick(table), torch.stack([table[2, index[0]], table[0, index[1]]]))
-    everyone = Batch(slice(None), torch.empty(2, 3), torch.empty(2, 3), index)
-    assert everyone.pick(table[:2, :, 0]).tolist() == [[24, 0, 10], [32, 32, 28]]
-
-
-def test_rows_of_a_pass_over_the_training_set_match_the_mini_batches() -> None:
-    network = make_network(batchnorm=True)
-    place = make_worker(network, SIZES, settings(), clients_at_once=5)
-    theta, buffers = spread(network, 5)
-    buffers = buffers + torch.rand(buffers.shape)
-    clients, kept = everyone(place), buffers.clone()
-    model = {"theta": theta, "buffers": buffers}
-    table = clients.over_training_set(model, sample_losses)
-    assert table.shape == (5, 13)
-    layout, reference = ParameterLayout(network), copy.deepcopy(network).eval()
-    for client, size in enumerate(SIZES):
-        x, y = place.shard.samples("train", client)
-        state = layout.views(theta[client]) | layout.buffer_views(buffers[client])
-        reference.load_state_dict(state, strict=False)
-        expected = cross_entropy(reference(x), y, reduction="none").detach()
-        torch.testing.assert_close(table[client, :size], expected, rtol=1e-5, atol=1e-6)
-        assert table[client, size:].count_nonzero() == 0
-    assert torch.equal(buffers, kept)
-    for batch in clients.batches(epochs=1):
-        for position, client in enumerate(rows_of(batch)):
-            assert torch.equal(batch.pick(table)[position], table[client, batch.index[position]])
-    samples = [torch.tensor(numbers) for numbers in ([12, 3, 3], [0], [7, 1], [2], [1, 0])]
-    some = clients.over_training_set(model, sample_losses, samples)
-    assert some.shape == (5, 3)
-    for client, chosen in enumerate(samples):
-        torch.testing.assert_close(some[client, : len(chosen)], table[client, chosen], rtol=1e-5, atol=1e-6)
-        assert some[client, len(chosen) :].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_running_statistics_are_restored_after_discarded_updates(batched: bool) -> None:
-    network = make_network(batchnorm=True)
-    place = make_worker(network, [8, 7], settings(), clients_at_once=2 if batched else None)
-    theta, buffers = spread(network, 2)
-    ids = [0, 1] if batched else [0]
-    clients = ClientGroup(place, ids, 0)
-    clients.replace_buffers(buffers[ids].clone())
-    batches = list(clients.batches(epochs=1))
-    with clients.discarding_buffer_updates():
-        for batch in batches:
-            clients.plain_gradient(theta[ids][batch.members], batch)
-        assert not torch.equal(clients.buffers, buffers[ids])
-    assert torch.equal(clients.buffers, buffers[ids])
-    clients.plain_gradient(theta[ids], batches[0])
-    assert not torch.equal(clients.buffers, buffers[ids])
 
 
 # The engines agree
 
 
+MOMENTUM = {"momentum": 0.9}
 ALL_AT_ONCE = {
     "optimiser": "adamw",
     "epsilon": 1e-3,
@@ -293,76 +172,32 @@ ALL_AT_ONCE = {
 
 
 @pytest.mark.parametrize(
-    ("batchnorm", "keys"), [(False, {"momentum": 0.9}), (True, {"momentum": 0.9}), (True, ALL_AT_ONCE)]
+    ("network", "sizes", "keys"),
+    [
+        ({}, SIZES, MOMENTUM),
+        ({"batchnorm": True}, SIZES, MOMENTUM),
+        ({"batchnorm": True}, SIZES, MOMENTUM | ALL_AT_ONCE),
+        # less makes BatchNorm divide by next to nothing, and rounding grows in every layer
+        ({"name": "mobilenetv2", "side": 32}, (16, 8), {"local_epochs": 1, "batch_size": 8, "lr": 1e-3}),
+    ],
 )
-def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, keys: dict[str, object]) -> None:
-    network = make_network(batchnorm=batchnorm).double()
-    train = settings(weight_decay=0.01, **keys)
-    theta, buffers = spread(network, 5)
-    loop = one_by_one(make_worker(network, SIZES, train), theta, buffers)
-    together = everyone(make_worker(network, SIZES, train, clients_at_once=5), buffers=buffers)
-    batched = together.sgd(theta)
-    torch.testing.assert_close(batched.theta, loop[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(together.buffers, loop[1], rtol=0, atol=1e-9)
-    assert (batched.theta - theta).abs().amax(dim=1).min() > 0.01
-    if batchnorm:
-        assert (together.buffers - buffers).abs().amax(dim=1).min() > 0.01
-    assert batched.steps.tolist() == loop[2].tolist() == [12, 9, 6, 3, 3]
-
-
-def test_engines_agree_in_float64_on_a_torchvision_network() -> None:
-    # smaller images or batches make BatchNorm divide by next to nothing, and rounding grows in every layer
-    network = make_network("mobilenetv2", side=32).double()
-    theta, buffers = spread(network, 2)
-    train = settings(local_epochs=1, batch_size=8, lr=1e-3)
-    loop, batched = (make_worker(network, (16, 8), train, clients_at_once=c, side=32) for c in (None, 2))
+def test_engines_agree_in_float64_after_a_local_round(
+    network: dict[str, Any], sizes: tuple[int, ...], keys: dict[str, object]
+) -> None:
+    made, train = make_network(**network).double(), settings(weight_decay=0.01, **keys)
+    theta, buffers = spread(made, len(sizes))
+    loop, batched = (
+        make_worker(made, sizes, train, clients_at_once=count, side=network.get("side", 8))
+        for count in (None, len(sizes))
+    )
     alone = one_by_one(loop, theta, buffers)
     together = everyone(batched, buffers=buffers)
     trained = together.sgd(theta)
     torch.testing.assert_close(trained.theta, alone[0], rtol=0, atol=1e-9)
     torch.testing.assert_close(together.buffers, alone[1], rtol=0, atol=1e-9)
     assert (trained.theta - theta).abs().amax(dim=1).min() > 0.01
-    assert (together.buffers - buffers).abs().amax(dim=1).min() > 0.01
-    assert trained.steps.tolist() == alone[2].tolist() == [2, 1]
-
-
-def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None:
-    network = make_network(batchnorm=True).double()
-    start, buffers = spread(network, 5)
-
-    def train(place: WorkerContext, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        clients = ClientGroup(place, ids, 0)
-        clients.replace_buffers(buffers[ids].clone())
-        tensors = {"theta": start[ids].clone(), "scale": torch.linspace(0.5, 1.5, 5).double()[ids]}
-        for batch in clients.batches(epochs=2):
-            chosen = {name: tensor[batch.members] for name, tensor in tensors.items()}
-            gradients, _ = clients.gradient(general_loss, chosen, batch)
-            for name, gradient in gradients.items():
-                tensors[name][batch.members] -= 0.1 * gradient
-        return tensors["theta"], tensors["scale"], clients.buffers
-
-    loop = make_worker(network, SIZES, settings())
-    ends = [train(loop, [client]) for client in loop.clients]
-    alone = tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
-    together = train(make_worker(network, SIZES, settings(), clients_at_once=5), [0, 1, 2, 3, 4])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-9)
-    assert (together[1] - torch.linspace(0.5, 1.5, 5)).abs().min() > 0.1
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) -> None:
-    network = make_network()
-    place = make_worker(network, [4], settings(), clients_at_once=1 if batched else None)
-    clients = everyone(place, buffers=torch.empty(1, 0))
-    batch = next(clients.batches())
-    theta, _ = spread(network, 1)
-
-    def loss(forward: Forward, tensors: Tensors, one: Batch) -> Tensor:
-        return cross_entropy_loss(forward, tensors, one)
-
-    gradients, _ = clients.gradient(loss, {"theta": theta, "unused": torch.ones(1, 3)}, batch)
-    assert gradients["unused"].tolist() == [[0.0, 0.0, 0.0]]
-    assert gradients["theta"].count_nonzero() > 1000
+    assert not buffers.numel() or (together.buffers - buffers).abs().amax(dim=1).min() > 0.01
+    assert trained.steps.tolist() == alone[2].tolist() == ([12, 9, 6, 3, 3] if sizes == SIZES else [2, 1])
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -438,45 +273,6 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("part", ["body", "head"])
-def test_a_trained_slice_freezes_the_rest(batched: bool, part: str) -> None:
-    network = make_network(batchnorm=True)
-    layout = ParameterLayout(network)
-    place = make_worker(network, [8], settings(momentum=0.9), clients_at_once=1 if batched else None)
-    theta, buffers = spread(network, 1)
-    chosen = getattr(layout, part)
-    trained = everyone(place, buffers=buffers).sgd(theta, trained=chosen).theta
-    moved = (trained != theta)[0]
-    assert moved[chosen].float().mean() > 0.5
-    moved[chosen] = False
-    assert not moved.any()
-
-
-def test_an_extra_gradient_is_added_to_the_losss() -> None:
-    network = make_network()
-    place = make_worker(network, [4, 4], settings(local_epochs=1), clients_at_once=2)
-    theta, _ = spread(network, 2)
-    plain = everyone(place, buffers=torch.empty(2, 0)).sgd(theta).theta
-    pull = torch.tensor([[1.0], [2.0]]).expand_as(theta)
-    clients = everyone(place, buffers=torch.empty(2, 0))
-    pulled = clients.sgd(theta, extra_gradient=lambda _, rows: pull[rows]).theta
-    torch.testing.assert_close(plain - pulled, 0.1 * pull, rtol=0, atol=1e-6)
-    # it sees the current weights of the rows it is for
-    place = make_worker(network, [7, 4], settings(local_epochs=1), clients_at_once=2)
-    seen: list[tuple[Tensor, slice | Tensor]] = []
-
-    def observe(weights: Tensor, rows: slice | Tensor) -> Tensor:
-        seen.append((weights.clone(), rows))
-        return torch.zeros_like(weights)
-
-    everyone(place, buffers=torch.empty(2, 0)).sgd(theta, extra_gradient=observe)
-    assert torch.equal(seen[0][0], theta)
-    assert isinstance(seen[1][1], Tensor)
-    assert seen[1][1].tolist() == [0]
-    assert not torch.equal(seen[1][0], theta[:1])
-
-
-@pytest.mark.parametrize("batched", [False, True])
 def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched: bool) -> None:
     network = make_network()
     place = make_worker(network, [8, 3], settings(), clients_at_once=2 if batched else None)
@@ -490,16 +286,6 @@ def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched:
     clients.sgd(theta[ids], epochs=1)
     assert clients.steps.tolist() == [8, 4][: len(ids)]
     assert (clients.loss_sum / clients.steps - torch.log(torch.tensor(10.0))).abs().max() < 1.0
-
-
-def test_the_step_size_decays_by_round() -> None:
-    network = make_network().double()
-    train = settings(lr=0.1, lr_decay=0.5, local_epochs=1, batch_size=8)
-    place = make_worker(network, [8], train)
-    theta, _ = spread(network, 1)
-    decayed = ClientGroup(place, [0], 3).sgd(theta).theta - theta
-    whole = ClientGroup(place, [0], 3).sgd(theta, lr=0.1).theta - theta
-    torch.testing.assert_close(decayed, whole / 8, rtol=1e-9, atol=1e-12)
 
 
 # State
