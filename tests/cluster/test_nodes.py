@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings
+from bits import MUCH_STATE, completed_rounds, differing, run_here, tiny_settings
 from nodes import Node, Nodes, simulated_nodes
-from processes import REPOSITORY, Launch, Mpirun, run_tree
+from processes import REPOSITORY, Launch, Mpirun, run_tree, until
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
@@ -35,8 +35,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def settings(digits: Path) -> list[str]:
-    run = ["method.name=heurpfedla", "train.participation=0.6", "run.checkpoint_every=2"]
-    return [*tiny_settings(digits), *MEETS_ALL_SOON, *run]
+    return [*tiny_settings(digits), *MUCH_STATE]
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +83,13 @@ def launch(nodes: Nodes, settings: list[str], tmp_path: Path) -> Launcher:
     ) -> Iterator[Launch]:
         keys = [f"train.rounds={ROUNDS}", f"run.timeout={timeout_s}"]
         words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "run", *settings, *keys]
-        running = Launch(nodes.mpirun(mpi, ranks, *words, on=on), tmp_path / "run")
-        try:
-            yield running
-        finally:
-            for node in nodes.nodes:
-                nodes.heal(node.number)
-                node.die()
-            running.process.communicate()
+        with Launch(nodes.mpirun(mpi, ranks, *words, on=on), tmp_path / "run") as running:
+            try:
+                yield running
+            finally:
+                for node in nodes.nodes:
+                    nodes.heal(node.number)
+                    node.die()
 
     return started
 
@@ -113,12 +111,9 @@ def resume(nodes: Nodes, launch: Launcher, uninterrupted: Path, tmp_path: Path) 
     return check
 
 
-def is_empty(node: Node) -> bool:
-    """Whether all processes of a node end within a few seconds."""
-    until_s = time.monotonic() + REPORTED_WITHIN_S
-    while node.pids() and time.monotonic() < until_s:
-        time.sleep(0.05)
-    return not node.pids()
+def until_empty(*nodes: Node) -> None:
+    """Wait until all processes of some nodes have ended, for a few seconds."""
+    until(lambda: not any(node.pids() for node in nodes), "the end of all processes", REPORTED_WITHIN_S)
 
 
 def rows_once_stalled(running: Launch) -> int:
@@ -147,12 +142,12 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
         began_s = time.monotonic()
         code = running.process.wait(TIMEOUT_S + REPORTED_WITHIN_S)
         # what was started over a link that is cut, such as ssh, does not notice it
-        assert is_empty(nodes[3])
+        until_empty(nodes[3])
         assert time.monotonic() - began_s < TIMEOUT_S + REPORTED_WITHIN_S
         assert running.is_gone()
         nodes.heal(3)
         printed = running.end()
-        assert all(map(is_empty, nodes.nodes))
+        until_empty(*nodes.nodes)
     assert code not in (FINISHED, BAD_INPUT, STOPPED)
     lines = [line for line in printed.splitlines() if line.startswith("hpcfl: ")]
     opening = f"hpcfl: error: rank 2 on n3 has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
@@ -173,13 +168,12 @@ def test_a_link_that_the_network_gives_up_ends_the_run(
     with launch(mpi, timeout_s=HOUR_S) as running:
         running.wait_for_rounds(3)
         nodes.cut(3)
-        assert is_empty(nodes[2])
-        assert is_empty(nodes[3])
+        until_empty(nodes[2], nodes[3])
         # mpirun may wait for what started the ranks there, such as ssh
         nodes.heal(3)
         printed = running.end()
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
-        assert all(map(is_empty, nodes.nodes))
+        until_empty(*nodes.nodes)
     assert "Traceback" not in printed
     resume(mpirun_command)
 
@@ -206,7 +200,7 @@ def test_a_run_resumes_after_all_processes_of_a_node_die(
         assert time.monotonic() - began_s < REPORTED_WITHIN_S
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
         assert running.is_gone()
-        assert all(map(is_empty, nodes.nodes))
+        until_empty(*nodes.nodes)
     # mpirun ends all ranks before one of them has noticed
     assert "hpcfl: " not in printed
     assert "Traceback" not in printed
@@ -236,7 +230,7 @@ def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
             nodes.heal(3)
         assert running.end() == ""
         assert running.process.returncode == FINISHED
-        assert all(map(is_empty, nodes.nodes))
+        until_empty(*nodes.nodes)
     assert not differing(uninterrupted, tmp_path / "run")
 
 

@@ -7,6 +7,7 @@ the real ones.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -204,11 +205,8 @@ def test_a_job_that_cannot_keep_notes_starts_nothing(submit: Path) -> None:
     done = job(submit, "train.sbatch", [f"{FINISHED}"], env={"SLURM_RESTART_COUNT": "1"})
     assert (done.code, done.starts) == (STORAGE_ERROR, [])
     assert "free space, and submit the command again, without --fresh, to resume\n" in done.printed
-
-
-def test_a_job_without_a_folder_for_notes_starts_nothing(submit: Path) -> None:
-    (submit / "runs").mkdir()
-    (submit / "runs" / ".jobs").touch()
+    shutil.rmtree(of_job.parent)
+    of_job.parent.touch()
     done = job(submit, "train.sbatch", [f"{FINISHED}"])
     assert (done.code, done.starts) == (STORAGE_ERROR, [])
     assert "cannot write" in done.printed

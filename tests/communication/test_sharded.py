@@ -95,14 +95,3 @@ def test_stored_rows_are_the_mixed_ones(shared_world: Communicator) -> None:
     expected = models()
     expected[COHORT] = new
     assert not shared_world.is_server or torch.equal(found, expected)
-
-
-@pytest.mark.mpi
-def test_shards_begin_with_blocks_and_contain_all_clients(shared_world: Communicator) -> None:
-    shards = [shared_world.shard(N, worker, 4) for worker in range(shared_world.num_workers)]
-    assert [client for shard in shards for client in shard] == list(range(N))
-    assert all(shard.start % 4 == 0 or shard.start == N for shard in shards)
-    blocks = [-(-len(shard) // 4) for shard in shards]
-    assert max(blocks) - min(blocks) <= 1
-    homes = shared_world.homes(COHORT, N, 4)
-    assert all(client in shards[home] for client, home in zip(COHORT, homes, strict=True))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from processes import exit_code, forked
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Message
@@ -24,11 +24,10 @@ from hpcfl.data import bundled
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
-from hpcfl.methods.knn_per import WithNeighbours
-from hpcfl.models import Network
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data
+from hpcfl.simulation.sampling import Sampler
 from hpcfl.storage.ledger import SPENT
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
@@ -38,6 +37,11 @@ CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
 MEETS_ALL_SOON = ["run.seed=3", "data.seed=0"]
 """Of the seven clients, two cohorts of four are all, one twice; two of three are five, one twice."""
+MUCH_STATE = [
+    *MEETS_ALL_SOON,
+    *("method.name=heurpfedla", "train.participation=0.6", "run.checkpoint_every=2"),
+]
+"""A run with state on server and clients, for tests of faults."""
 
 
 def write_digits(path: Path, channels: int = 1) -> None:
@@ -223,27 +227,38 @@ def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None]
     return forked(program)
 
 
+def run_disturbed(number: int, folder: Path, settings: Sequence[str], act: Callable[[], object]) -> int:
+    """Run in a process of its own, which calls `act` as it begins to train a round; return its exit code."""
+    method = METHODS[load_config(None, settings).method.name]
+
+    def prepare() -> None:
+        train, begun = method.train, []
+
+        def disturbed(self: Method, clients: ClientGroup, down: Message) -> Message:
+            if clients.round == number and not begun:
+                begun.append(number)
+                act()
+            return train(self, clients, down)
+
+        method.train = disturbed  # type: ignore[method-assign]
+
+    return exit_code(start_run(folder, settings, prepare))
+
+
 def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> None:
-    """Run in a process of its own, which is killed once the last member of a round's cohort has trained."""
-    config = load_config(None, settings)
-    members = config.train.cohort_size(config.data.clients)
-    child = start_run(folder, settings, lambda: _die_in_round(number, METHODS[config.method.name], members))
-    assert exit_code(child) == -signal.SIGKILL
+    """Run in a process of its own, which is killed as it begins to train a round."""
+    code = run_disturbed(number, folder, settings, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert code == -signal.SIGKILL
 
 
-def _die_in_round(number: int, method: type[Method], members: int) -> None:
-    """Have this process killed once `members` clients have trained in a round."""
-    train, trained = method.train, 0
+def leave_out(patch: pytest.MonkeyPatch, is_absent: Callable[[int, int], bool]) -> None:
+    """Leave those clients out of cohorts of which, given the round and the client, this is true."""
+    clients = Sampler.clients
 
-    def deadly(self: Method, clients: ClientGroup, down: Message) -> Message:
-        nonlocal trained
-        up = train(self, clients, down)
-        trained += len(clients) if clients.round == number else 0
-        if trained == members:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return up
+    def others(self: Sampler, number: int) -> list[int]:
+        return [client for client in clients(self, number) if not is_absent(number, client)]
 
-    method.train = deadly  # type: ignore[method-assign]
+    patch.setattr(Sampler, "clients", others)
 
 
 def saved_models(folder: Path, group: str, num_clients: int) -> dict[str, Tensor]:
@@ -254,39 +269,16 @@ def saved_models(folder: Path, group: str, num_clients: int) -> dict[str, Tensor
     return {name: rows.expand(num_clients, *rows.shape[1:]) for name, rows in models.items()}
 
 
-def losses_of(models: dict[str, Tensor], place: WorkerContext) -> list[float]:
+def losses_of(models: dict[str, Tensor], method: Method, place: WorkerContext) -> list[float]:
     """Return the test loss of each client of a place with its row of `saved_models`."""
-    theta, buffers = models["theta"], models["buffers"]
+    clients = ClientGroup(place, place.clients, 0)
+    model = Message(per_client=models, num_clients=len(clients))
     losses = []
-    for client in range(len(place.clients)):
-
-        def probabilities(network: nn.Module, x: Tensor, client: int = client) -> Tensor:
-            of_client = [models[name][client] for name in ("decision", "shares") if name in models]
-            return network(x, *of_client).softmax(dim=1)
-
-        x, y = place.shard.samples("test", client)
-        if "weights" in models:
-            mixture = zip(theta[client], buffers[client], strict=True)
-            parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
-            scores = torch.einsum("m,mnk->nk", models["weights"][client], parts)
-        elif "store" in models:
-            mixed = with_neighbours(models, client)
-            scores = place.evaluator.outputs(theta[client], buffers[client], mixed, x)
-        else:
-            scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
-        losses.append(nll_loss(scores.double().log(), y).item())
+    for position in range(len(clients)):
+        x, y = clients.samples("test", position)
+        probabilities = method.predict(clients, model, position, x)
+        losses.append(nll_loss(probabilities.double().log(), y).item())
     return losses
-
-
-def with_neighbours(models: dict[str, Tensor], client: int) -> Callable[[Network, Tensor], Tensor]:
-    """Return the function to class probabilities by a network and kNN-Per's store of one client."""
-    store, labels, weight = (models[name][client] for name in ("store", "labels", "weight"))
-    one_hot = torch.nn.functional.one_hot(labels, 10).float()
-
-    def probabilities(network: Network, x: Tensor) -> Tensor:
-        return WithNeighbours(network, store, one_hot, weight, 3, 1.0).probabilities(x)
-
-    return probabilities
 
 
 def raw_tests(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:

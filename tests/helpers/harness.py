@@ -23,7 +23,6 @@ from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
 from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import ClientGroup, WorkerContext
@@ -78,12 +77,8 @@ class Run:
         self.method: Any = experiment.method
         self.adapter = experiment.adapter
         self.num_clients = experiment.num_clients
-        stop = StopFlag()
-        try:
-            self.simulation = Simulation(experiment, world, stop, Progress(), None)
-            assert self.simulation.run() == "finished"
-        finally:
-            stop.restore()
+        self.simulation = Simulation(experiment, world, None, Progress(), None)
+        assert self.simulation.run() == "finished"
         self.server: State = self.simulation.server
         self.clients: State = self.worker.state
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 import torch
 
 from hpcfl.communication.communicator import Communicator
@@ -83,12 +84,8 @@ class Fault:
 
 def launchers(below: int) -> list[int]:
     """Return the processes between this one and the one that started the launcher, topmost first."""
-    found: list[int] = []
-    pid = os.getppid()
-    while pid not in (below, 1):
-        found.insert(0, pid)
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    above = [process.pid for process in psutil.Process().parents()]
+    return above[: above.index(below)][::-1]
 
 
 def kill(fault: Fault) -> None:

@@ -1,7 +1,7 @@
 """Measure one run's memory: started by tests, under mpirun. Collective.
 
-Arguments: the run folder and its settings. Rank 0 prints a JSON object: by how many bytes its resident memory
-rose from the end of the set-up to its highest, and the bytes of the samples that each rank holds.
+Arguments: those of a run. Rank 0 prints a JSON object: by how many bytes its resident memory rose from the
+end of the set-up to its highest, and the bytes of the samples that each rank holds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
-from hpcfl.communication.communicator import abort_on_exception, open_world
-from hpcfl.registries import load_config
-from hpcfl.setup.experiment import build
+from hpcfl.main import main
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.runfolder import RunFolder
-from hpcfl.terminal import Progress
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's mallopt."""
@@ -30,28 +24,23 @@ def resident_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(folder_path: Path, settings: list[str]) -> None:
-    world = open_world()
-    with abort_on_exception(world), ExitStack() as at_exit:
-        config = load_config(None, settings)
-        experiment = build(config, world)
-        folder = RunFolder(folder_path, config, uses_total_rounds=True) if world.is_server else None
-        if folder is not None:
-            folder.open(False, experiment.method.layout, at_exit, {})
-        simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)
-        shard = experiment.worker_context.shard
-        sample_bytes = world.gather_bytes(str(shard.x.nbytes + shard.y.nbytes).encode())
-        world.barrier()
-        # the highest so far is forgotten
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
-        assert simulation.run() == "finished"
-        rise = resident_bytes("VmHWM") - before
-        if sample_bytes is not None:
-            print(json.dumps({"rise": rise, "samples": [int(count) for count in sample_bytes]}))
+def measured(self: Simulation) -> str:
+    world, shard = self._world, self._experiment.worker_context.shard
+    sample_bytes = world.gather_bytes(str(shard.x.nbytes + shard.y.nbytes).encode())
+    world.barrier()
+    # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    outcome = run(self)
+    rise = resident_bytes("VmHWM") - before
+    if sample_bytes is not None:
+        print(json.dumps({"rise": rise, "samples": [int(count) for count in sample_bytes]}))
+    return outcome
 
 
 if __name__ == "__main__":
     # a copy of another process has memory to use again: every block of 64 KiB or more is to be new
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    measure(Path(sys.argv[1]), sys.argv[2:])
+    run = Simulation.run
+    Simulation.run = measured  # type: ignore[method-assign]
+    sys.exit(main(["--quiet", *sys.argv[1:]]))

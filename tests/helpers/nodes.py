@@ -105,10 +105,10 @@ class Nodes:
         self._in_switch("tc", "qdisc", "replace", "dev", f"v{number}", *limit)
         self[number].run("tc", "qdisc", "replace", "dev", "e0", *limit)
 
-    def remote_shell(self, cwd: Path = REPOSITORY) -> Path:
+    def remote_shell(self) -> Path:
         """Return a program that does for these nodes what ssh does: `program HOST words`."""
         script = self.folder / "remote_shell"
-        script.write_text(REMOTE_SHELL.format(folder=self.folder, cwd=shlex.quote(str(cwd))))
+        script.write_text(REMOTE_SHELL.format(folder=self.folder, cwd=shlex.quote(str(REPOSITORY))))
         script.chmod(0o700)
         return script
 

@@ -28,8 +28,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import psutil
 import pytest
 
 from hpcfl.main import main
@@ -54,6 +55,12 @@ def clean_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH")]))
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def give_up_capabilities() -> None:
+    """Let permissions bind root, in this process, as they do users."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
 
 
 @contextlib.contextmanager
@@ -96,21 +103,27 @@ def run_tree(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a clean environment; end it with all its descendants when its time is up."""
     process = _started(command, subprocess.PIPE, subprocess.PIPE, cwd, env)
-    failure = None
+    in_time = True
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
-        if check and process.returncode != 0:
-            failure = f"exit code {process.returncode}"
+        texts = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        failure = f"no end after {timeout} s"
+        in_time = False
         kill_tree(process.pid)
-        stdout, stderr = process.communicate()
+        texts = process.communicate()
     finally:
         if process.returncode is None:
             kill_tree(process.pid)
-    if failure:
-        pytest.fail(f"{failure}: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return _ended(command, process.returncode if in_time else None, texts, check)
+
+
+def _ended(
+    command: Sequence[str], code: int | None, texts: Sequence[str], check: bool
+) -> subprocess.CompletedProcess[str]:
+    """Return how a command has ended; the test fails where it did not in time, or not as it should."""
+    if code is None or (check and code != 0):
+        failure = "no end in time" if code is None else f"exit code {code}"
+        pytest.fail("\n".join([f"{failure}: {' '.join(command)}", *texts]), pytrace=False)
+    return subprocess.CompletedProcess(command, code, *texts)
 
 
 def run_forked(
@@ -135,16 +148,12 @@ def run_forked(
         while time.monotonic() < give_up_s and not status[0]:
             time.sleep(0.01)
             status = os.waitpid(child, os.WNOHANG)
-        if not status[0]:
+        code = os.waitstatus_to_exitcode(status[1]) if status[0] else None
+        if code is None:
             kill_tree(child)
             os.waitpid(child, 0)
         texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
-    done = subprocess.CompletedProcess(
-        ["python", *words], os.waitstatus_to_exitcode(status[1]) if status[0] else -signal.SIGKILL, *texts
-    )
-    if not status[0] or (check and done.returncode != 0):
-        pytest.fail(f"exit code {done.returncode}: {' '.join(done.args)}\n{''.join(texts)}", pytrace=False)
-    return done
+    return _ended(["python", *words], code, texts, check)
 
 
 def run_ranks(
@@ -196,11 +205,7 @@ def run_ranks(
                 os.waitpid(child, 0)
                 place.close()
         texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
-    if not in_time or (check and launcher.returncode != 0):
-        failure = f"exit code {launcher.returncode}" if in_time else f"no end after {timeout} s"
-        report = "\n".join([f"{failure}: {ranks} ranks, {' '.join(words)}", *texts])
-        pytest.fail(report, pytrace=False)
-    return subprocess.CompletedProcess([*command, *words], launcher.returncode, *texts)
+    return _ended([*command, *words], launcher.returncode if in_time else None, texts, check)
 
 
 def run_in_one_world(
@@ -386,6 +391,15 @@ class Launch:
         self._metrics.unlink(missing_ok=True)
         self.process = _started(command, subprocess.PIPE, subprocess.STDOUT)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left of it."""
+        for pid in (self.process.pid, *self.pids()):
+            kill_tree(pid)
+        self.process.communicate()
+
     def wait_for_rounds(self, count: int) -> None:
         """Wait until metrics.csv has at least `count` rows; the run must not end before."""
         self._wait_until(lambda: self.rows() >= count, f"{count} rounds")
@@ -414,15 +428,8 @@ class Launch:
 
     def pids(self) -> list[int]:
         """Return all processes that have the run folder in their command line, mpirun and ranks."""
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = file.read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if os.fsencode(self._folder) in words:
-                found.append(int(file.parent.name))
-        return found
+        processes = psutil.process_iter(["cmdline"])
+        return [one.pid for one in processes if str(self._folder) in (one.info["cmdline"] or ())]
 
     def is_gone(self) -> bool:
         """Whether none of its processes is left a few seconds from now: dying takes a moment."""

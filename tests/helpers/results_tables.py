@@ -66,8 +66,6 @@ CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "rounds": ("rounds", lambda line: line["rounds"]),
     "down": ("bytes down", lambda line: sent(line, "down")),
     "up": ("bytes up", lambda line: sent(line, "up")),
-    "finetune": ("fine-tuning", lambda line: line["finetune_epochs"]),
-    "tuned": ("chosen on validation samples", lambda line: line["tuned"]),
 }
 """By the name in the marking line: the header, and the cell of a line of the CSV file."""
 

@@ -208,7 +208,7 @@ def test_a_run_stopped_after_the_first_round_has_the_same_bits(
 
 @pytest.mark.parametrize("case", SERIAL_CASES)
 def test_personalised_models_are_the_scored_ones(serial: Folders, settings: list[str], case: str) -> None:
-    place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator()).worker_context
+    made = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator())
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1].tolist()
     run = load_run(serial(case))
@@ -218,7 +218,7 @@ def test_personalised_models_are_the_scored_ones(serial: Folders, settings: list
         assert (right / run.clients["evaluated_samples"]).tolist() == run.clients["accuracy"].tolist()
     models = saved_models(serial(case), "personalised", len(expected))
     assert sorted({*models} - {"theta", "buffers"}) == PARTS.get(case.partition("-")[0], [])
-    assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
+    assert losses_of(models, made.method, made.worker_context) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import DIFFERENT, differing, method_settings, run_here, run_until_time_is_up, tiny_settings
+from bits import (
+    DIFFERENT,
+    differing,
+    leave_out,
+    method_settings,
+    run_here,
+    run_until_time_is_up,
+    tiny_settings,
+)
 from by_hand import work
 from harness import UNEQUAL, Run, make_network, make_worker
 from kinds import FEW_ROUNDS, words_of
@@ -69,6 +77,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
 # Sampling
 
 
+def sampler(sizes: torch.Tensor, participation: float, sampling: str) -> Sampler:
+    network = MODELS["mlp"].options.model_validate({"hidden": [2]})
+    train = TrainConfig(participation=participation)
+    clients = ClientsConfig.model_validate({"sampling": sampling})
+    sample = SampleType((1, 8, 8))
+    return Sampler(Context("mlp", network, sample, 10, sizes, train=train, seed=5, clients=clients))
+
+
 def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -> None:
     sizes, rounds = torch.tensor([10, 20, 30, 40]), 4000
     p = (sizes / sizes.sum()).tolist()
@@ -80,28 +96,15 @@ def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -
     np.testing.assert_allclose(first, p, atol=0.024)
     np.testing.assert_allclose(either, by_hand, atol=0.024)
     assert all(len(set(draw)) == 2 for draw in draws)
-    network = MODELS["mlp"].options.model_validate({"hidden": [2]})
-    train, by_size = TrainConfig(participation=0.5), ClientsConfig(sampling="size")
-    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, train=train, seed=5, clients=by_size)
-    assert Sampler(context).clients(7) == sorted(draws[7])
+    assert sampler(sizes, 0.5, "size").clients(7) == sorted(draws[7])
 
 
 def test_power_of_choice_has_twice_as_many_candidates_as_it_takes() -> None:
-    sizes = torch.arange(1, 21)
-    context = Context(
-        "mlp",
-        MODELS["mlp"].options.model_validate({"hidden": [2]}),
-        SampleType((1, 8, 8)),
-        10,
-        sizes,
-        train=TrainConfig(participation=0.2),
-        seed=5,
-        clients=ClientsConfig(sampling="power_of_choice"),
-    )
-    losses = np.linspace(1, 2, 20)
+    sizes, losses = torch.arange(1, 21), np.linspace(1, 2, 20)
     for number in range(5):
         expected = of_highest_loss(drawn_by_size(sizes, 8, 5, number), losses, 4)
-        assert Sampler(context).clients_of_highest_loss(number, losses) == expected
+        found = sampler(sizes, 0.2, "power_of_choice").clients_of_highest_loss(number, losses)
+        assert found == expected
 
 
 def test_the_candidates_of_highest_loss_are_chosen() -> None:
@@ -160,14 +163,8 @@ def test_members_are_dropped_at_the_rate_of_the_key() -> None:
 def test_tables_count_the_bytes_of_a_member_that_takes_part_and_is_not_lost(
     tmp_path: Path, settings: list[str]
 ) -> None:
-    keys = [
-        *settings,
-        "method.name=fedavg",
-        "clients.drop_rate=0.6",
-        "train.rounds=3",
-        "train.participation=0.3",
-    ]
-    assert run_here(tmp_path, [*keys, "run.eval_every=1", "model.batchnorm=false"]) == FINISHED
+    keys = ["clients.drop_rate=0.6", "train.rounds=3", "train.participation=0.3", "model.batchnorm=false"]
+    assert run_here(tmp_path, [*settings, "method.name=fedavg", *keys]) == FINISHED
     run = load_run(tmp_path)
     assert 0 < run.last["lost"] < 6
     figures = _figures(run, run.config.train)
@@ -213,12 +210,8 @@ def test_a_lost_member_is_as_if_it_had_not_been_sampled(
 ) -> None:
     keys = [*settings, *LOSING[case], "train.rounds=2"]
     assert run_here(tmp_path / "lost", [*keys, "clients.drop_rate=0.5"]) == FINISHED
-    clients, half = Sampler.clients, ClientsConfig(drop_rate=0.5)
-
-    def without(self: Sampler, number: int) -> list[int]:
-        return [c for c in clients(self, number) if not is_dropped(half, 0, number, c)]
-
-    monkeypatch.setattr(Sampler, "clients", without)
+    half = ClientsConfig(drop_rate=0.5)
+    leave_out(monkeypatch, lambda number, client: is_dropped(half, 0, number, client))
     assert run_here(tmp_path / "absent", keys) == FINISHED
     assert differing(tmp_path / "lost", tmp_path / "absent", "server", "clients") == []
     assert 0 < load_run(tmp_path / "lost").metrics["lost"][-1] < 14
@@ -237,7 +230,8 @@ def test_a_cohort_of_only_lost_clients_changes_nothing(
     assert run.clients["lost"].tolist() == [2] * 7
     assert run.metrics["bytes_up"][-1] == run.metrics["client_steps_per_s"][-1] == 0
     assert run.metrics["bytes_down"][-1] > 0
-    assert math.isnan(run.metrics["train_loss_mean"][-1])
+    last = [run.metrics[name][-1] for name in ("train_loss_mean", "accuracy_after_training")]
+    assert all(map(math.isnan, last))
 
 
 # The simulated clock

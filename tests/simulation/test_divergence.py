@@ -11,8 +11,10 @@ import pytest
 import torch
 from bits import (
     KINDS,
+    MEETS_ALL_SOON,
     contents,
     differing,
+    leave_out,
     method_settings,
     read_csv,
     run_here,
@@ -30,14 +32,13 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.methods.base import State
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, not_finite
-from hpcfl.simulation.sampling import Sampler
 from hpcfl.training.client_group import ClientGroup
 
 pytestmark = pytest.mark.warns
 
 SKIP = "run.on_divergence=skip"
 
-POISONED = '''"""A method with which some clients send and keep nan in some rounds."""
+POISONED = '''"""A method with which some clients send and keep nan or infinity in some rounds."""
 
 import torch
 
@@ -51,21 +52,21 @@ class Poisoned(METHODS["{method}"]):
         up = super().train(clients, down)
         for number, client in enumerate(clients.ids):
             if client in WHO.get(clients.round, ()):
-                for name in up.per_client:
-                    up.per_client[name][number, :4] = torch.nan if client == 3 else -torch.inf
-                    up.per_client[name][number, 7] = torch.inf
-                for name in list(clients.kept):
-                    if clients[name].is_floating_point():
-                        clients[name][number] = torch.nan
+                poison = torch.nan if client == 3 else -torch.inf
+                for tensors, of_clients in ((up.per_client, up.per_client), (clients, dict(clients.kept))):
+                    for name, rows in of_clients.items():
+                        if rows.is_floating_point():
+                            tensors[name] = rows.clone().index_fill_(0, torch.tensor(number), poison)
         return up
 '''
 CAUSE = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta)"
 
 
-def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "fedavg") -> str:
-    """Write a method of which some clients diverge, by round; return the setting that chooses it."""
-    path.write_text(POISONED.format(method=method, who=dict(who)))
-    return f"method.path={path}"
+def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], case: str = "fedavg") -> list[str]:
+    """Write a method of which some clients diverge, by round; return the settings of a case of it."""
+    path.write_text(POISONED.format(method=case.partition("-")[0], who=dict(who)))
+    keys = CASES.get(case, [])
+    return [f"method.path={path}", *(key for key in keys if not key.startswith("method.name="))]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def settings(digits: Path) -> list[str]:
 @pytest.fixture
 def poisoned(tmp_path: Path, settings: list[str]) -> list[str]:
     """Return the settings of four rounds of a method of which two clients diverge in the third."""
-    return [*settings, write_poisoned(tmp_path / "poisoned.py", {2: (3, 5)}), "train.rounds=4"]
+    return [*settings, *write_poisoned(tmp_path / "poisoned.py", {2: (3, 5)}), "train.rounds=4"]
 
 
 def test_a_private_run_that_diverges_is_not_advised_to_skip(
@@ -231,34 +232,6 @@ ROUNDED = ("heurpfedla", "heurpfedla-topk", "pfedhn", "pfedla-sharded")
 """Products of a whole cohort have other last bits than those of a smaller one."""
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[Method], clients: Sequence[int], round: int) -> None:
-    """Turn all that some clients send and keep after their training in a round into nan."""
-    train = kind.train
-
-    def spoilt(self: Method, group: ClientGroup, down: Message) -> Message:
-        up = train(self, group, down)
-        places = [n for n, client in enumerate(group.ids) if group.round == round and client in clients]
-        for tensors in (up.per_client, dict(group.kept)):
-            for name, rows in tensors.items():
-                if places and rows.is_floating_point():
-                    tensors[name] = rows.clone().index_fill_(0, torch.tensor(places), torch.nan)
-                    if tensors is not up.per_client:
-                        group[name] = tensors[name]
-        return up
-
-    monkeypatch.setattr(kind, "train", spoilt)
-
-
-def never_there(monkeypatch: pytest.MonkeyPatch, client: int, round: int) -> None:
-    """Take a client out of the cohort of a round."""
-    clients = Sampler.clients
-
-    def without(self: Sampler, number: int) -> list[int]:
-        return [one for one in clients(self, number) if (number, one) != (round, client)]
-
-    monkeypatch.setattr(Sampler, "clients", without)
-
-
 def numbers_of(folder: Path) -> dict[str, np.ndarray]:
     """Return the state of server and clients by name."""
     datasets = {name: item for name, item in contents(folder).items() if name[0] == "/" and "@" not in name}
@@ -273,14 +246,12 @@ def numbers_of(folder: Path) -> dict[str, np.ndarray]:
 def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
-    keys = [*settings, *CASES[case], "train.participation=0.6", "train.rounds=2", "run.seed=3", "data.seed=0"]
+    keys = [*settings, *MEETS_ALL_SOON, "train.participation=0.6", "train.rounds=2"]
     keys += ["run.eval_every=2", "run.checkpoint_every=2"]
-    with monkeypatch.context() as first:
-        spoil(first, METHODS[case.partition("-")[0]], [2], round=1)
-        assert run_here(tmp_path / "skipped", [*keys, SKIP]) == FINISHED
-    with monkeypatch.context() as second:
-        never_there(second, 2, round=1)
-        assert run_here(tmp_path / "absent", keys) == FINISHED
+    own = write_poisoned(tmp_path / "own.py", {1: [2]}, case)
+    assert run_here(tmp_path / "skipped", [*keys, *own, SKIP]) == FINISHED
+    leave_out(monkeypatch, lambda number, client: (number, client) == (1, 2))
+    assert run_here(tmp_path / "absent", [*keys, *CASES[case]]) == FINISHED
     assert metrics_of(tmp_path / "skipped")[-1]["diverged"] == "1"
     if case not in ROUNDED:
         assert differing(tmp_path / "skipped", tmp_path / "absent", "server", "clients") == []
@@ -291,27 +262,10 @@ def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
         np.testing.assert_allclose(values, absent[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_a_round_without_a_client_changes_nothing(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = [*settings, *method_settings("scaffold")]
-    assert run_here(tmp_path / "one", [*keys, "train.rounds=1"]) == FINISHED
-    spoil(monkeypatch, METHODS["scaffold"], range(7), round=1)
-    capsys.readouterr()
-    assert run_here(tmp_path / "two", [*keys, "train.rounds=2", SKIP]) == FINISHED
-    assert printed_lines(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
-    assert differing(tmp_path / "one", tmp_path / "two", "server", "clients", "personalised") == []
-    last = metrics_of(tmp_path / "two")[-1]
-    assert (last["diverged"], last["train_loss_mean"], last["accuracy_after_training"]) == ("7", "nan", "nan")
-
-
-def test_pretraining_ends_although_a_client_diverges(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    keys = ["method.name=fedmn", "method.architecture=[2,1]", "method.pretrain_rounds=1", "train.rounds=2"]
-    for number in range(2):
-        spoil(monkeypatch, METHODS["fedmn"], range(7), round=number)
-    assert run_here(tmp_path / "run", [*settings, *keys, SKIP, "run.eval_every=2"]) == FINISHED
+def test_pretraining_ends_although_a_client_diverges(settings: list[str], tmp_path: Path) -> None:
+    keys = write_poisoned(tmp_path / "own.py", {0: range(7), 1: range(7)}, "fedmn-pretrained")
+    keys += ["method.architecture=[2,1]", "method.pretrain_rounds=1", "train.rounds=2", "run.eval_every=2"]
+    assert run_here(tmp_path / "run", [*settings, *keys, SKIP]) == FINISHED
     assert metrics_of(tmp_path / "run")[-1]["diverged"] == "14"
     with h5py.File(tmp_path / "run" / "checkpoint.h5", locking=False) as file:
         names = file["layout/parameters/names"].asstr()[()].tolist()
@@ -322,14 +276,12 @@ def test_pretraining_ends_although_a_client_diverges(
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_other_clients_of_a_group_keep_their_training(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_clients_of_a_group_keep_their_training(settings: list[str], tmp_path: Path) -> None:
     """Clients that train as one computation share a group."""
-    keys = [*settings, "method.name=local", "run.engine=batched", "run.clients_at_once=4", "train.rounds=1"]
-    assert run_here(tmp_path / "sound", keys) == FINISHED
-    spoil(monkeypatch, METHODS["local"], [2], round=0)
-    assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
+    keys = [*settings, "run.engine=batched", "run.clients_at_once=4", "train.rounds=1"]
+    assert run_here(tmp_path / "sound", [*keys, "method.name=local"]) == FINISHED
+    own = write_poisoned(tmp_path / "own.py", {0: [2]}, "local")
+    assert run_here(tmp_path / "run", [*keys, *own, SKIP]) == FINISHED
     found, sound = (numbers_of(tmp_path / name)["/clients/theta"] for name in ("run", "sound"))
     same = (found == sound).all(axis=1).tolist()
     assert same == [True, True, False, True, True, True, True]
@@ -368,8 +320,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
     who = {0: (1,), 1: (2, 5), 2: (0, 1, 2, 3, 4, 5, 6), 3: (6, 1)}
     runs, few = {}, ["train.participation=0.6", "train.rounds=4", "run.eval_every=2", SKIP]
     for method, more in POISONED_RUNS.items():
-        choice = write_poisoned(tmp_path / f"own_{method}.py", who, method)
-        keys = [*settings, *more, choice, *few]
+        keys = [*settings, *write_poisoned(tmp_path / f"own_{method}.py", who, method), *more, *few]
         assert run_here(tmp_path / f"{method}-whole", keys) == FINISHED
         assert run_until_time_is_up(tmp_path / f"{method}-parts", keys) == STOPPED
         runs[tmp_path / f"{method}-parts"] = keys

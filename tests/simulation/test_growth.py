@@ -5,20 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from bits import method_settings, tiny_settings
+from bits import method_settings, run_here, tiny_settings
 
-from hpcfl.communication.communicator import Communicator
-from hpcfl.registries import load_config
-from hpcfl.setup.experiment import build
-from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.stopping import StopFlag
+from hpcfl.errors import FINISHED
 from hpcfl.storage.ledger import Ledger
-from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 
 FIRST, LAST = 10, 25
@@ -27,46 +22,39 @@ BYTES_A_ROUND, OBJECTS_A_ROUND = 12000, 10
 """Above what is measured, 7500 and 3: rows of the ledger, and what torch gathers in its first rounds."""
 
 
-class Counting(Progress):
-    """Counts what there is after the rounds FIRST and LAST.
+def count() -> tuple[int, int, int, int]:
+    """Count tensors, all objects that the garbage collector knows, bytes of memory, and open files.
 
-    That is: tensors, all objects that the garbage collector knows, bytes of Python's memory since tracing
-    began (NumPy's included, torch's not), and open files.
+    Memory is Python's since tracing began, NumPy's included and torch's not.
     """
+    gc.collect()
+    traced_bytes, _ = tracemalloc.get_traced_memory()
+    objects = gc.get_objects()
+    tensors = sum(type(found) is torch.Tensor for found in objects)
+    return tensors, len(objects), traced_bytes, len(os.listdir("/proc/self/fd"))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[tuple[int, int, int, int]] = []
 
-    def round_done(self, done: int, ledger: Ledger, is_last: bool) -> None:
-        super().round_done(done, ledger, is_last)
+def test_memory_grows_only_by_the_rows_of_the_ledger(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State on server and clients; evaluations and checkpoints in every round."""
+    show, kept = Progress.round_done, []
+
+    def counting(self: Progress, done: int, ledger: Ledger, is_last: bool) -> None:
+        show(self, done, ledger, is_last)
         if done == FIRST:
             tracemalloc.start()
         if done in (FIRST, LAST):
-            gc.collect()
-            traced_bytes, _ = tracemalloc.get_traced_memory()
-            objects = gc.get_objects()
-            tensors = sum(type(found) is torch.Tensor for found in objects)
-            self.kept.append((tensors, len(objects), traced_bytes, len(os.listdir("/proc/self/fd"))))
+            kept.append(count())
 
-
-def test_memory_grows_only_by_the_rows_of_the_ledger(digits: Path, tmp_path: Path) -> None:
-    """State on server and clients; evaluations and checkpoints in every round."""
+    monkeypatch.setattr(Progress, "round_done", counting)
     keys = [f"train.rounds={LAST + 1}", "train.participation=0.3", "run.checkpoint_every=1"]
     settings = [*tiny_settings(digits), *method_settings("heurpfedla"), *keys]
-    config = load_config(None, settings)
-    counting, stop = Counting(), StopFlag()
     try:
-        with ExitStack() as at_exit:
-            at_exit.callback(stop.restore)
-            experiment = build(config, Communicator())
-            folder = RunFolder(tmp_path / "run", config, uses_total_rounds=True)
-            folder.open(False, experiment.method.layout, at_exit, {})
-            simulation = Simulation(experiment, Communicator(), stop, counting, folder)
-            assert simulation.run() == "finished"
+        assert run_here(tmp_path / "run", settings) == FINISHED
     finally:
         tracemalloc.stop()
-    before, after = counting.kept
+    before, after = kept
     tensors, objects, traced_bytes, open_files = (np.array(after) - np.array(before)).tolist()
     assert tensors == open_files == 0
     assert objects < OBJECTS_A_ROUND * (LAST - FIRST)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from bits import tiny_settings
 from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.communicator import Communicator
@@ -25,25 +26,16 @@ def test_memory_of_fedavg_stays_bounded_with_many_clients(mpirun: Mpirun, tmp_pa
     x = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
     np.savez(tmp_path / "images.npz", x=x, y=np.arange(count) % 10)
     settings = [
-        "method.name=fedavg",
-        "data.source=npz",
-        f"data.path={tmp_path / 'images.npz'}",
-        "data.layout=NHWC",
-        f"data.clients={NUM_CLIENTS}",
+        *tiny_settings(tmp_path / "images.npz"),
+        *("method.name=fedavg", "model.name=lenet", "train.rounds=2", "run.eval_every=2"),
+        *(f"data.clients={NUM_CLIENTS}", f"train.participation={COHORT / NUM_CLIENTS}"),
+        *("data.subset_per_class=null", "data.partition.name=classes"),
         "data.partition.classes_per_client=1",
-        "model.name=lenet",
-        "model.batchnorm=true",
-        "train.rounds=2",
-        f"train.participation={COHORT / NUM_CLIENTS}",
-        "train.local_epochs=1",
-        "run.eval_every=2",
-        "run.device=cpu",
-        "run.report=false",
     ]
     serial = build(load_config(None, settings), Communicator())
     assert serial.method.layout.size == PARAMETERS
     script = REPOSITORY / "tests" / "helpers" / "memory_run.py"
-    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300).stdout)
+    measured = json.loads(mpirun(3, script, "--out", tmp_path / "run", *settings, timeout=300).stdout)
 
     state_bytes = 4 * (PARAMETERS + serial.method.layout.buffer_size)
     cohort_bytes = 4 * COHORT * PARAMETERS

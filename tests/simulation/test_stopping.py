@@ -62,39 +62,23 @@ def test_in_a_slurm_job_the_time_limit_is_no_second_request(monkeypatch: pytest.
         flag.restore()
 
 
-def test_restore_brings_the_old_handlers_back() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    flag = StopFlag()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
-    flag.restore()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
-
-
 @pytest.mark.parametrize(
     ("end_in_s", "needed_s", "short"), [(100, 50, False), (100, 150, True), (-5, 0, True), (None, 1e9, False)]
 )
+@pytest.mark.parametrize("jump_s", [0.0, -86400.0, 86400.0])
 def test_a_stop_is_due_shortly_before_the_end_of_the_job(
-    monkeypatch: pytest.MonkeyPatch, end_in_s: int | None, needed_s: float, short: bool
+    monkeypatch: pytest.MonkeyPatch, end_in_s: int | None, needed_s: float, short: bool, jump_s: float
 ) -> None:
-    """An end that is not a time counts as none."""
+    """Also if the clock jumps. An end that is not a time counts as none."""
     end = "Unknown" if end_in_s is None else str(int(time.time()) + end_in_s)
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
-    flag = StopFlag()
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    flag, clock = StopFlag(), time.time
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
     flag.restore()
-    assert flag.is_requested(Communicator(), needed_s) is short
-
-
-@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
-def test_a_clock_that_jumps_does_not_move_the_end_of_the_job(
-    monkeypatch: pytest.MonkeyPatch, jump_s: float
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
-    flag = StopFlag()
-    flag.restore()
-    clock = time.time
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
-    assert flag.is_requested(Communicator(), 150)
-    assert not flag.is_requested(Communicator(), 50)
+    assert flag.is_requested(Communicator(), needed_s) is short
 
 
 def test_a_run_needs_its_longest_round_and_checkpoint_and_some_more_to_stop(
@@ -119,14 +103,8 @@ def test_a_run_needs_its_longest_round_and_checkpoint_and_some_more_to_stop(
     monkeypatch.setattr(Evaluator, "evaluate", slow_evaluation)
     monkeypatch.setattr(Saver, "save", slow_save)
     monkeypatch.setattr(round_loop, "notice_s", notice_s)
-    keys = [
-        *tiny_settings(digits),
-        "method.name=fedavg",
-        "train.rounds=4",
-        "run.eval_every=1",
-        "run.checkpoint_every=1",
-    ]
-    assert run_here(tmp_path / "run", keys) == FINISHED
+    keys = ["method.name=fedavg", "train.rounds=4", "run.eval_every=1", "run.checkpoint_every=1"]
+    assert run_here(tmp_path / "run", [*tiny_settings(digits), *keys]) == FINISHED
     (first, of_first), (second, of_second), (third, of_third) = needed
     assert of_first == 0 < of_second < 0.2 < of_third
     assert 0 < first < 0.3 < second == third

@@ -12,11 +12,10 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +25,13 @@ import psutil
 import pytest
 import yaml
 from bits import completed_rounds, differing, write_csv, write_digits
-from processes import REPOSITORY, clean_environment, kill_tree
+from processes import REPOSITORY, Launch
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import METRICS, PENDING
-from hpcfl.storage.reading import whole_lines
 from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.soak
@@ -77,30 +75,19 @@ class Look:
     """Seconds that it has computed."""
 
 
-class Launch:
+class Observed(Launch):
     """A start of a run under mpirun, and what was observed of its ranks meanwhile."""
 
     def __init__(self, command: Sequence[str], ranks: int, folder: Path) -> None:
-        self.num_ranks, self._metrics = ranks, folder / "metrics.csv"
-        # a start writes it anew, once all ranks are there
-        self._metrics.unlink(missing_ok=True)
-        self._output = folder.with_name(f"{folder.name}.txt")
-        with self._output.open("a") as output:
-            self.mpirun = psutil.Popen(
-                [*command, "--out", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                env=clean_environment(),
-            )
+        super().__init__([*command, "--out", str(folder)], folder)
+        self.num_ranks = ranks
         self._ranks: dict[int, psutil.Process] = {}
         self.looks: list[Look] = []
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the processes of the ranks that have started."""
         if len(self._ranks) < self.num_ranks:
-            for process in self.mpirun.children(recursive=True):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     environment = process.environ()
                     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
@@ -108,21 +95,15 @@ class Launch:
                             self._ranks[int(environment[name])] = process
         return self._ranks
 
-    def printed(self) -> str:
-        """Return what all starts in this folder have printed."""
-        return self._output.read_text()
-
     def done(self) -> int:
         """Return the round of the newest evaluation, 0 before one is known."""
-        newest = whole_lines(self._metrics, 1000)[-1:]
-        number = newest[0].partition(",")[0] if newest else ""
-        return int(number) if number.isdecimal() else 0
+        return max(0, self.rows()) * EVAL_EVERY
 
     def observe(self, until: Callable[[], bool] = lambda: False) -> None:
         """Look at the ranks until something holds or mpirun ends."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while self.mpirun.poll() is None and not until():
-            assert time.monotonic() < deadline_s, f"round {self.done()}: {self.printed()}"
+        while self.process.poll() is None and not until():
+            assert time.monotonic() < deadline_s, f"round {self.done()}"
             done = self.done()
             for rank, process in self.ranks().items():
                 # one that has ended has no figures
@@ -130,14 +111,13 @@ class Launch:
                     self.looks.append(_look(done, rank, process))
             time.sleep(LOOK_EVERY_S)
 
-    def end(self) -> int:
-        """Wait for the end of all, and return mpirun's exit code; ranks that outlive it are killed."""
+    def end(self) -> str:
+        """Wait for the end of all, and return what was printed; ranks that outlive mpirun are killed."""
         self.observe()
         _, alive = psutil.wait_procs(self._ranks.values(), timeout=20)
         for process in alive:
             process.kill()
-        psutil.wait_procs(alive)
-        return int(self.mpirun.wait())
+        return super().end()
 
 
 def _look(done: int, rank: int, process: psutil.Process) -> Look:
@@ -185,7 +165,7 @@ class LongRun:
         }
 
 
-Start = Callable[[int, str], AbstractContextManager[Launch]]
+Start = Callable[[int, str], Observed]
 
 
 @pytest.fixture(scope="module")
@@ -195,18 +175,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(base: Path, mpirun_command: list[str]) -> Start:
-    """Return a context manager that starts or resumes the run in a folder of a name."""
+    """Return a function that starts or resumes the run in a folder of a name."""
     write_digits(base / "digits.npz")
     python = [sys.executable, "-m", "hpcfl.main", "--quiet", *SETTINGS, f"data.path={base / 'digits.npz'}"]
 
-    @contextmanager
-    def started(ranks: int, name: str) -> Iterator[Launch]:
-        launch = Launch([*mpirun_command, "-n", str(ranks), *python], ranks, base / name)
-        try:
-            yield launch
-        finally:
-            kill_tree(launch.mpirun.pid)
-            launch.mpirun.wait()
+    def started(ranks: int, name: str) -> Observed:
+        return Observed([*mpirun_command, "-n", str(ranks), *python], ranks, base / name)
 
     return started
 
@@ -215,7 +189,8 @@ def start(base: Path, mpirun_command: list[str]) -> Start:
 def uninterrupted(base: Path, start: Start) -> LongRun:
     """Run from the first round to the last."""
     with start(RANKS[0], "uninterrupted") as launch:
-        assert launch.end() == FINISHED, launch.printed()
+        printed = launch.end()
+        assert launch.process.returncode == FINISHED, printed
     return LongRun(base / "uninterrupted", launch.looks)
 
 
@@ -329,25 +304,25 @@ def preemptions(chance: random.Random) -> list[Preemption]:
     return [Preemption(*drawn, chance.uniform(0, 0.3)) for drawn in zip(kinds, rounds, strict=True)]
 
 
-def preempt(launch: Launch, preemption: Preemption, chance: random.Random) -> int:
-    """Do it, and return mpirun's exit code."""
+def preempt(launch: Observed, preemption: Preemption, chance: random.Random) -> str:
+    """Do it, and return what was printed."""
     if preemption.kind == AS_IT_STARTS:
         launch.observe(lambda: len(launch.ranks()) == launch.num_ranks)
         time.sleep(10 * preemption.pause_s)
     else:
         launch.observe(lambda: launch.done() >= preemption.round)
         time.sleep(preemption.pause_s)
-    assert launch.mpirun.poll() is None, launch.printed()
-    is_openmpi = "--oversubscribe" in launch.mpirun.cmdline()
+    assert launch.process.poll() is None, launch.end()
+    is_openmpi = "--oversubscribe" in Path(f"/proc/{launch.process.pid}/cmdline").read_text()
     if preemption.kind == "kill mpirun":
-        launch.mpirun.kill()
+        launch.process.kill()
     elif preemption.kind in KILLS:
         chance.choice(sorted(launch.ranks().items()))[1].kill()
     elif preemption.kind == STOPS[0]:
-        launch.mpirun.send_signal(signal.SIGUSR1)
+        launch.process.send_signal(signal.SIGUSR1)
     else:
         # Open MPI's mpirun kills the ranks at SIGTERM, MPICH's dies of SIGUSR2
-        launch.mpirun.send_signal(signal.SIGUSR2 if is_openmpi else signal.SIGTERM)
+        launch.process.send_signal(signal.SIGUSR2 if is_openmpi else signal.SIGTERM)
     return launch.end()
 
 
@@ -359,19 +334,21 @@ def test_a_run_preempted_20_times_on_changing_numbers_of_ranks_has_the_same_bits
     for number, preemption in enumerate(preemptions(chance)):
         ranks = RANKS[number % len(RANKS)]
         with start(ranks, "preempted") as launch:
-            exit_code = preempt(launch, preemption, chance)
+            printed = preempt(launch, preemption, chance)
+        exit_code = launch.process.returncode
         before, saved = saved, completed_rounds(base / "preempted")
         if preemption.kind in STOPS:
-            assert exit_code == STOPPED, launch.printed()
+            assert exit_code == STOPPED, printed
             assert saved >= preemption.round
         else:
-            assert exit_code not in (FINISHED, BAD_INPUT, STOPPED), launch.printed()
+            assert exit_code not in (FINISHED, BAD_INPUT, STOPPED), printed
             assert saved >= before
         waited_for = preemption.round if preemption.kind != AS_IT_STARTS else ""
         row = {"what": preemption.kind, "ranks": ranks, "after_round": waited_for}
         rows.append({**row, "exit_code": exit_code, "goes_on_at_round": saved})
     with start(RANKS[1], "preempted") as launch:
-        assert launch.end() == FINISHED, launch.printed()
+        printed = launch.end()
+        assert launch.process.returncode == FINISHED, printed
     keep("long_run_preemptions", rows)
     assert not differing(uninterrupted.folder, base / "preempted")
 

@@ -156,12 +156,9 @@ def test_every_bit_of_a_checkpoint_is_read_back(tmp_path: Path, store: Checkpoin
     nothing = LedgerTable(np.zeros((0, 1), dtype=np.int64), ("down",))
     config = config_of(0, "méthode" + "x" * 100_000)
     store.save(
-        Snapshot(
-            method="pfedla",
-            round=12,
+        replace(
+            snapshot_of(12),
             config=config,
-            layout=LAYOUT,
-            data=DATA,
             server=server,
             derived={"alpha": torch.ones(7, 2, 7), "hypernetworks/gap": torch.ones(1)},
             clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
@@ -198,11 +195,11 @@ def test_every_bit_of_a_checkpoint_is_read_back(tmp_path: Path, store: Checkpoin
 
 
 def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: CheckpointStore) -> None:
-    snapshot = snapshot_of(3)
-    shared = rows_of({"theta": torch.ones(1, 50)}, [0])
-    store.save(
-        replace(snapshot, derived={"alpha": torch.ones(7, 2, 7)}, models={"personalised": lambda: shared})
-    )
+    """The same state gives the same file, which begins with its hash."""
+    derived, shared = {"alpha": torch.ones(7, 2, 7)}, {"theta": torch.ones(1, 50)}
+    models = {"personalised": lambda: rows_of(shared, [0])}
+    for _ in range(2):
+        store.save(replace(snapshot_of(3), derived=derived, models=models))
     with h5py.File(tmp_path / "checkpoint.h5") as file:
         assert dict(file.attrs) == {
             "schema": SCHEMA,
@@ -238,13 +235,6 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
         assert all(data.ndim > 0 and data.compression is None for data in datasets)
         assert all(h5py.check_string_dtype(data.dtype) is None or data.dtype.kind == "S" for data in datasets)
     assert list(load(tmp_path).server) == ["theta"]
-
-
-def test_the_same_state_gives_the_same_file_which_begins_with_its_hash(
-    tmp_path: Path, store: CheckpointStore
-) -> None:
-    store.save(snapshot_of(1))
-    store.save(snapshot_of(1))
     written = (tmp_path / "checkpoint.h5").read_bytes()
     assert written == (tmp_path / "checkpoint.prev.h5").read_bytes()
     sign(tmp_path / "checkpoint.h5")
@@ -381,6 +371,12 @@ def test_every_truncation_extension_and_flipped_bit_is_detected(
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
             store.load()
+    path.write_bytes(whole)
+    with h5py.File(path, "r+") as file:
+        del file.attrs["complete"]
+    sign(path)
+    with pytest.raises(UserError, match="not written to its end"):
+        store.load()
 
 
 @pytest.mark.parametrize(("harm", "word"), [(damage, "damaged"), (Path.unlink, "missing")])
@@ -408,30 +404,15 @@ def test_the_previous_checkpoint_is_used_with_a_warning(
     assert round_of(tmp_path / "checkpoint.prev.h5") == 1
     assert rounds_in(load(tmp_path)) == {3}
 
-
-def test_the_error_on_two_damaged_checkpoints_names_what_to_do(
-    tmp_path: Path, store: CheckpointStore
-) -> None:
-    store.save(snapshot_of(1))
-    store.save(snapshot_of(2))
-    damage(tmp_path / "checkpoint.h5")
+    harm(tmp_path / "checkpoint.h5")
     damage(tmp_path / "checkpoint.prev.h5")
     with pytest.raises(UserError) as caught:
-        CheckpointStore(tmp_path).load("bring it back")
+        resumed.load("bring it back")
     message = str(caught.value)
     assert "\n" not in message
-    assert f"{tmp_path / 'checkpoint.h5'} is damaged" in message
+    assert f"{tmp_path / 'checkpoint.h5'} is {word}" in message
     assert f"{tmp_path / 'checkpoint.prev.h5'} is damaged" in message
     assert message.endswith("; bring it back")
-
-
-def test_a_checkpoint_without_its_last_mark_is_damaged(tmp_path: Path, store: CheckpointStore) -> None:
-    store.save(snapshot_of(1))
-    with h5py.File(tmp_path / "checkpoint.h5", "r+") as file:
-        del file.attrs["complete"]
-    sign(tmp_path / "checkpoint.h5")
-    with pytest.raises(UserError, match="not written to its end"):
-        store.load()
 
 
 def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: CheckpointStore) -> None:
@@ -450,23 +431,17 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
 def test_a_run_that_has_lost_its_folder_leaves_the_unfinished_checkpoint_of_the_other(
     tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unfinished = tmp_path / "checkpoint.tmp.h5"
-
     def lost() -> None:
         raise StorageError("taken over")
-
-    def write_of_other(path: Path, _: Snapshot) -> None:
-        path.write_bytes(b"half")
 
     def write_of_other_and_fail(path: Path, _: Snapshot) -> None:
         path.write_bytes(b"half")
         raise OSError("no space")
 
-    for write in (write_of_other, write_of_other_and_fail):
-        monkeypatch.setattr("hpcfl.storage.checkpoint.write_snapshot", write)
-        with pytest.raises((StorageError, OSError)):
-            store.save(snapshot_of(1), lost)
-        assert unfinished.read_bytes() == b"half"
+    monkeypatch.setattr(checkpoint, "write_snapshot", write_of_other_and_fail)
+    with pytest.raises(OSError, match="no space"):
+        store.save(snapshot_of(1), lost)
+    assert (tmp_path / "checkpoint.tmp.h5").read_bytes() == b"half"
 
 
 def test_bytes_that_a_bad_disk_changes_are_not_accepted(

@@ -6,8 +6,6 @@ bits of an uninterrupted run.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import functools
 import os
 import resource
@@ -22,13 +20,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from bits import differing, read_csv, refused, round_of, run_here, start_run, tiny_settings
+from bits import differing, read_csv, refused, round_of, run_disturbed, run_here, start_run, tiny_settings
 from mutations import sign
-from processes import REPOSITORY, Mpirun, exit_code, run_tree
+from processes import REPOSITORY, Mpirun, exit_code, give_up_capabilities, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_ERROR
 from hpcfl.main import main
-from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.storage import checkpoint
 from hpcfl.storage.hdf5 import SCHEMA
@@ -38,8 +35,6 @@ from hpcfl.storage.snapshot import Snapshot
 Capture = pytest.CaptureFixture[str]
 Resume = Callable[[Path], None]
 ROUNDS = 4
-METHOD = METHODS["heurpfedla"]
-"""With state on the server and on clients."""
 OF_ROUND_2 = "the last good checkpoint is of round 2"
 NOT_WRITTEN = "{}: the checkpoint of round 3 cannot be written"
 WRITABLE = "make the folder writable"
@@ -67,7 +62,7 @@ def uninterrupted(settings: list[str], tmp_path_factory: pytest.TempPathFactory)
 def unfinished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with checkpoints after rounds 1 and 2, which is to be copied."""
     folder = tmp_path_factory.mktemp("unfinished") / "run"
-    assert run_disturbed(folder, settings, lambda: os._exit(9)) == 9
+    assert run_disturbed(2, folder, settings, lambda: os._exit(9)) == 9
     assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
     return folder
 
@@ -101,23 +96,6 @@ def small_disk(uninterrupted: Path, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def run_disturbed(folder: Path, settings: list[str], act: Callable[[], object]) -> int:
-    """Run in a process of its own, which calls `act` as it begins to train round 2; return its exit code."""
-
-    def prepare() -> None:
-        train, begun = METHOD.train, []
-
-        def disturbed(self: Method, clients: object, down: object) -> object:
-            if clients.round == 2 and not begun:  # type: ignore[attr-defined]
-                begun.append(2)
-                act()
-            return train(self, clients, down)  # type: ignore[arg-type]
-
-        METHOD.train = disturbed  # type: ignore[method-assign, assignment]
-
-    return exit_code(start_run(folder, settings, prepare))
-
-
 def names_of(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -138,15 +116,13 @@ def fill(disk: Path) -> None:
                 pass
 
 
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
+
+
 def limit_files(size: int) -> None:
     """Let no file grow beyond some bytes: what a quota does, to any user, with another word for it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def give_up_capabilities() -> None:
-    """Let permissions bind root as they do users."""
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
 
 
 def the_error(capfd: Capture) -> str:
@@ -172,36 +148,28 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint(
     )
     assert "Traceback" not in ended.stderr
     assert_checkpoints_of_two_rounds(folder)
-    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    remount(small_disk, "size=100m")
     resume(folder)
-
-
-def test_a_run_whose_disk_has_become_read_only_is_to_be_resumed_in_its_folder(
-    settings: list[str], unfinished: Path, small_disk: Path, capfd: Capture
-) -> None:
-    folder = shutil.copytree(unfinished, small_disk / "run")
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert run_here(folder, settings) == STORAGE_ERROR
-    expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {AGAIN}"
-    assert the_error(capfd).endswith(expected)
-    assert run_here(small_disk / "new", settings) == BAD_INPUT
-    assert the_error(capfd).endswith("Read-only file system; name another with --out DIR")
 
 
 def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
     settings: list[str], resume: Resume, unfinished: Path, small_disk: Path, capfd: Capture
 ) -> None:
-    folder = small_disk / "run"
-    folder.mkdir()
-    shutil.copy(unfinished / "config.yaml", folder)
+    folder = shutil.copytree(unfinished, small_disk / "run")
     fill(small_disk)
     # twice: what the first attempt held is free again
     for _ in range(2):
         assert run_here(folder, settings) == STORAGE_ERROR
         expected = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
         assert the_error(capfd).endswith(expected)
+    remount(small_disk, "ro")
+    assert run_here(folder, settings) == STORAGE_ERROR
+    expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {AGAIN}"
+    assert the_error(capfd).endswith(expected)
+    assert run_here(small_disk / "new", settings) == BAD_INPUT
+    assert the_error(capfd).endswith("Read-only file system; name another with --out DIR")
+    remount(small_disk, "rw,size=100m")
     (small_disk / "filler").unlink()
-    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     resume(folder)
 
 
@@ -210,27 +178,17 @@ def make_read_only(folder: Path) -> None:
     folder.chmod(0o555)
 
 
-def let_the_disk_fail(_: Path) -> None:
-    """As the system answers for a disk on which it lets nobody write any more."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    checkpoint.write_snapshot = refuse
-
-
 @pytest.mark.parametrize(
     ("act", "expected"),
     [
         (lambda _: limit_files(500_000), f"{NOT_WRITTEN}: File too large; {OF_ROUND_2}; {FREE} and"),
         (make_read_only, f"{NOT_WRITTEN}: Permission denied; {OF_ROUND_2}; {WRITABLE} and"),
-        (let_the_disk_fail, f"{NOT_WRITTEN}: Read-only file system; {OF_ROUND_2}; {WRITABLE} and"),
         (
             lambda folder: (folder / ".lock").unlink(),
             f"{{}} lost its .lock to another run or a deletion while this run wrote it; {OF_ROUND_2};",
         ),
     ],
-    ids=["quota", "read-only", "disk", "lock"],
+    ids=["quota", "read-only", "lock"],
 )
 def test_a_fault_at_a_checkpoint_ends_the_run(
     settings: list[str],
@@ -242,7 +200,7 @@ def test_a_fault_at_a_checkpoint_ends_the_run(
 ) -> None:
     """If the lock is gone, another run may have started meanwhile."""
     folder = tmp_path / "run"
-    assert run_disturbed(folder, settings, lambda: act(folder)) == STORAGE_ERROR
+    assert run_disturbed(2, folder, settings, lambda: act(folder)) == STORAGE_ERROR
     assert the_error(capfd) == f"hpcfl: error: {expected.format(folder)} {AGAIN}"
     assert_checkpoints_of_two_rounds(folder)
     folder.chmod(0o755)
@@ -254,7 +212,7 @@ def test_a_quota_in_the_middle_of_a_line_ends_the_run(
 ) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.csv"
-    code = run_disturbed(folder, settings, lambda: limit_files(metrics.stat().st_size + 40))
+    code = run_disturbed(2, folder, settings, lambda: limit_files(metrics.stat().st_size + 40))
     assert code == STORAGE_ERROR
     assert the_error(capfd) == (
         f"hpcfl: error: {folder}: its CSV files cannot be written: File too large; {OF_ROUND_2}; {FREE} and "
@@ -283,7 +241,7 @@ def test_a_run_continues_without_log_tracker_and_page_with_a_warning(
         raise LookupError("no events")
 
     keys = [*settings, "run.tracker=tensorboard", "run.report=true"]
-    assert run_disturbed(folder, keys, disturb) == FINISHED
+    assert run_disturbed(2, folder, keys, disturb) == FINISHED
     # a warning goes to the log as well
     events, log, report = capfd.readouterr().err.splitlines()
     assert events == (
@@ -317,7 +275,7 @@ def test_a_folder_that_is_moved_or_deleted_ends_the_run(
             folder.mkdir()
             (folder / ".lock").write_text(LOCK)
 
-    assert run_disturbed(folder, settings, disturb) == STORAGE_ERROR
+    assert run_disturbed(2, folder, settings, disturb) == STORAGE_ERROR
     assert the_error(capfd) == (
         f"hpcfl: error: {folder} was moved or deleted while this run wrote it; {OF_ROUND_2}; "
         f"{AGAIN} where the folder is now (--out DIR)"
@@ -352,7 +310,7 @@ def test_a_run_whose_folder_another_has_taken_over_ends(
     """The other run took it for dead, because its node did not answer for a while."""
     folder = tmp_path / "run"
     disturb = functools.partial((folder / ".lock").write_text, LOCK)
-    assert run_disturbed(folder, settings, disturb) == STORAGE_ERROR
+    assert run_disturbed(2, folder, settings, disturb) == STORAGE_ERROR
     assert the_error(capfd).startswith(
         f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run wrote it; {OF_ROUND_2}; "
     )

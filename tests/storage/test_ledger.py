@@ -68,7 +68,7 @@ def read(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def test_metrics_are_cumulative(ledger: Ledger) -> None:
+def test_metrics_are_cumulative(ledger: Ledger, tmp_path: Path) -> None:
     expected = {
         "round": 2,
         "wall_s": 12.5,
@@ -93,6 +93,11 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
         "diverged": 3,
     }
     assert {name: ledger.last(name) for name in METRICS} == pytest.approx(expected)
+    ledger.start_files(tmp_path)
+    header, row = read(tmp_path / "metrics.csv")
+    assert header == list(METRICS)
+    assert row[0] == "2"
+    assert [float(cell) for cell in row] == ledger.metrics[0]
 
 
 def test_a_diagnostic_missing_in_some_evaluations_is_refused() -> None:
@@ -126,10 +131,6 @@ def test_the_ledger_writes_its_files(ledger: Ledger, tmp_path: Path) -> None:
         ["3", "up", "conv", "4"],
         ["3", "up", "fc", "8"],
     ]
-    header, row = read(tmp_path / "metrics.csv")
-    assert header == list(METRICS)
-    assert row[0] == "2"
-    assert [float(cell) for cell in row] == ledger.metrics[0]
     assert read(tmp_path / "clients.csv") == [
         [
             *("client", "accuracy", "loss", "train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
@@ -194,18 +195,19 @@ def test_the_best_round_is_the_first_of_highest_accuracy() -> None:
     assert ledger.last("accuracy_mean") == 0.5
 
 
-def test_a_forgotten_evaluation_gives_its_steps_to_the_next_one(ledger: Ledger) -> None:
+@pytest.mark.parametrize(
+    ("evaluations", "steps_per_s"),
+    # 2 steps in 1 s and 9 in 2 s, or all from the first round on
+    [(2, 11 / 3), (1, (10 + 2 + 9) / 8)],
+)
+def test_a_forgotten_evaluation_gives_its_steps_to_the_next_one(
+    ledger: Ledger, evaluations: int, steps_per_s: float
+) -> None:
     found = evaluation([0.5] * 3)
-    ledger.record_evaluation(3, found, NUM_SAMPLES, UNKNOWN, {})
+    if evaluations == 2:
+        ledger.record_evaluation(3, found, NUM_SAMPLES, UNKNOWN, {})
     ledger.forget_last_evaluation()
-    assert len(ledger.metrics) == 1
+    assert len(ledger.metrics) == evaluations - 1
     ledger.record_round(Cohort(3, (0,), torch.tensor([7])), (traffic([[4, 8]]),) * 2, {0: 9}, {}, 0.25, 2, [])
     ledger.record_evaluation(4, found, NUM_SAMPLES, UNKNOWN, {})
-    # 2 steps in 1 s, and 9 in 2 s
-    assert ledger.last("client_steps_per_s") == pytest.approx(11 / 3)
-    ledger = new_ledger()
-    record_rounds(ledger)
-    ledger.forget_last_evaluation()
-    ledger.record_round(Cohort(3, (0,), torch.tensor([7])), (traffic([[4, 8]]),) * 2, {0: 9}, {}, 0.25, 2, [])
-    ledger.record_evaluation(4, found, NUM_SAMPLES, UNKNOWN, {})
-    assert ledger.last("client_steps_per_s") == pytest.approx((10 + 2 + 9) / 8)
+    assert ledger.last("client_steps_per_s") == pytest.approx(steps_per_s)
