@@ -47,9 +47,7 @@ VERSION_1 = {
     ],
     ids=["unknown", "node", "version 2", "version 2 alone", "no statistics", "version 1"],
 )
-def test_memory_is_that_of_the_node_or_the_job(
-    tmp_path: Path, files: dict[str, str], memory: float, free: float
-) -> None:
+def test_memory_is_of_node_or_job(tmp_path: Path, files: dict[str, str], memory: float, free: float) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

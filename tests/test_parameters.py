@@ -121,12 +121,8 @@ def test_a_choice_of_layers_spreads_over_their_numbers(layout: ParameterLayout) 
 
 
 def test_statistics_belong_to_their_own_module_also_without_weights() -> None:
-    body = OrderedDict(
-        conv=nn.Conv2d(1, 2, 1),
-        plain=nn.BatchNorm2d(2, affine=False),
-        bn=nn.BatchNorm2d(2),
-        fc=nn.Linear(2, 2),
-    )
+    norms = {"plain": nn.BatchNorm2d(2, affine=False), "bn": nn.BatchNorm2d(2)}
+    body = OrderedDict(conv=nn.Conv2d(1, 2, 1), **norms, fc=nn.Linear(2, 2))
     layout = ParameterLayout(Network(body, OrderedDict(out=nn.Linear(2, 2))))
     expected = {"conv": (0, 4), "bn": (4, 8), "fc": (8, 8), "out": (8, 8)}
     assert {layer.name: (layer.buffer_start, layer.buffer_stop) for layer in layout.layers()} == expected

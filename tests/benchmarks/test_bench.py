@@ -72,9 +72,7 @@ def test_training_steps_are_measured_and_engines_compared_on_a_device(
     assert "missed" not in str(of_engines)
 
 
-def test_a_missing_gpu_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     expected = "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device"
     assert refused(capsys, "bench", "--device", "cuda") == expected
@@ -104,29 +102,24 @@ def test_every_method_is_compared_with_fedavg(monkeypatch: pytest.MonkeyPatch, t
     assert list(tmp_path.iterdir()) == []
 
 
+MEASURE = (
+    "from hpcfl.benchmarks import nodes, runs; from hpcfl.main import main; "
+    "from hpcfl.planning import dry_run; dry_run.TRAINING_S = 0; runs.NUM_IMAGES = 600; "
+    "runs.ROUND_SAMPLES = 20; nodes.HIDDEN = 4; nodes.CLIENTS_A_WORKER = 2; "
+    "main(['bench', '--repeats', '1', '--parts', *{}])"
+)
+
+
 def test_rounds_are_timed_on_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
-    measure = (
-        "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
-        "runs.NUM_IMAGES = 600; runs.ROUND_SAMPLES = 20; "
-        "main(['bench', '--parts', 'start,rounds', '--repeats', '1'])"
-    )
-    shown = mpirun(3, "-c", measure, cwd=tmp_path).stdout
+    shown = mpirun(3, "-c", MEASURE.format(["start,rounds"]), cwd=tmp_path).stdout
     assert "slowest of 3 ranks" in shown
     assert "10 clients, 10 epochs, 2 worker(s)" in shown
     assert "checkpoints: share of a run" in shown
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rounds_are_timed_by_number_of_workers_and_compared_with_a_plan(
-    mpirun: Mpirun, tmp_path: Path
-) -> None:
-    measure = (
-        "from hpcfl.benchmarks import nodes, runs; from hpcfl.main import main; "
-        "from hpcfl.planning import dry_run; dry_run.TRAINING_S = 0; "
-        "runs.NUM_IMAGES = 600; nodes.HIDDEN = 4; nodes.CLIENTS_A_WORKER = 2; "
-        "main(['bench', '--parts', 'nodes', '--repeats', '1', '--json', 'nodes.json'])"
-    )
-    mpirun(4, "-c", measure, cwd=tmp_path)
+def test_rounds_are_timed_by_number_of_workers_and_beside_a_plan(mpirun: Mpirun, tmp_path: Path) -> None:
+    mpirun(4, "-c", MEASURE.format(["nodes", "--json", "nodes.json"]), cwd=tmp_path)
     ratios = {ratio["name"]: ratio for ratio in json.loads((tmp_path / "nodes.json").read_text())["ratios"]}
     for method, kind, workers in itertools.product(("fedavg", "pfedla"), ("strong", "weak"), (1, 2, 3)):
         clients = 6 if kind == "strong" else 2 * workers

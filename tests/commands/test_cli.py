@@ -50,15 +50,11 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 MISTAKES = [
-    (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
     (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["data.per_client=1000"], "the data allows at most 172"),
     (["data.subset_fraction=0.5", "data.subset_per_class=9"], "=0.5 needs data.subset_per_class=null; set"),
     (["data.partition.name=given", "data.subset_fraction=0.5"], "needs another data.partition.name than "),
-    (
-        ["data.source=topics", "data.clients=null", "data.subset_fraction=0.5"],
-        "needs a data.source whose samples share no characters; set that, or data.subset_fraction=null",
-    ),
+    (["data.source=topics", "data.clients=null", "data.subset_fraction=0.5"], "share no characters; set"),
     (["method.name=fedafk", "model.name=mlp", "model.hidden=[]"], "and model.name=mlp has no layers before"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
@@ -91,11 +87,7 @@ MISTAKES = [
     (["bench", "--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),
     (["plan", "--ranks", "0"], "--ranks: 0 is invalid; give an integer from 1 on; see hpcfl plan --help"),
     (["plan", "--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
-    (
-        ["plan", "--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
-        "--time 00:00:30 is shorter than the start of a job (10 s) and the 120 s before its end at which "
-        "the run gets its stop signal; give --time 00:03:00 or more",
-    ),
+    (["plan", "--time", "00:00:30", "data.per_client=40", "method.name=fedavg"], "give --time 00:03:00 or m"),
     (["plan", "--ranks", "3", "method.name=fedmn", "method.order=chain"], "and needs a single worker"),
     (["method.name=fedmn", "method.order=chain", "clients.step_s=1"], "times clients that train at the same"),
     (["clients.sampling=power_of_choice", "clients.candidates=3"], "=3 are too few for the 10 clients of a"),
@@ -111,10 +103,7 @@ MISTAKES = [
     (["data.unseen_clients=0.3", "data.clients=1"], "leaves none of 1 client to train; set data.clients=2"),
     (["train.unseen_epochs=3"], "needs data.unseen_clients; set that, or train.unseen_epochs=null"),
     (["data.unseen_clients=0.3", "method.name=heurpfedla", "method.server=sharded"], "go with method.server"),
-    (
-        ["data.unseen_clients=0.3", "data.clients=7", "method.name=fedfomo", "method.models=5"],
-        "allowed: 0 to 4, as there are 5 clients",
-    ),
+    (["data.unseen_clients=0.5", "method.name=fedfomo", "method.models=5"], "0 to 4, as there are 5 clients"),
     (["method.name=fedmn", "method.architecture=[2]"], "needs a layer of encoders and one of blocks"),
     (["method.name=fedmn", "method.architecture=[2,0]"], "method.architecture"),
     (["method.name=fedmn", "method.widths=[8]"], "method.architecture=[2, 2, 2]; allowed: 2 widths"),
@@ -143,14 +132,11 @@ def test_a_mistake_is_reported_with_one_line_and_changes_no_file(
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("command", ["plan", "run"])
-def test_a_model_larger_than_memory_is_refused_with_one_line(
-    capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    # beyond any address space
-    assert main([command, "model.name=mlp", "model.hidden=[1000000000000]"]) == OUT_OF_MEMORY
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is out of memory; try" in line
+def test_a_model_larger_than_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "run"):
+        assert main([command, "model.name=mlp", "model.hidden=[1000000000000]"]) == OUT_OF_MEMORY
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is out of memory; try" in line
 
 
 def test_all_spellings_of_a_command_are_the_same_run(
@@ -169,26 +155,19 @@ def test_all_spellings_of_a_command_are_the_same_run(
     assert "finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
-        (["train.rounds=1"], "a run with train.rounds=2, and a run can only get more; give the same number"),
-    ],
-)
-def test_a_configuration_other_than_that_of_the_folder_is_refused(
-    words: list[str], expected: str, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_configuration_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(finished)
-    message = refused(capsys, *TINY, *words, "--out", finished)
-    assert expected in message
-    assert "--out DIR for another folder, or --fresh" in message
+    for words, expected in (
+        (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
+        (["train.rounds=1"], "with train.rounds=2, and a run can only get more; give the same number"),
+    ):
+        message = refused(capsys, *TINY, *words, "--out", finished)
+        assert expected in message
+        assert "--out DIR for another folder, or --fresh" in message
     assert contents(finished) == before
 
 
-def test_folders_that_are_no_run_folders_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "letters"
     folder.mkdir()
     (folder / "draft.txt").write_text("Dear")
@@ -196,12 +175,9 @@ def test_folders_that_are_no_run_folders_are_refused(
     for out in (folder, folder / "draft.txt"):
         for fresh in ([], ["--fresh"]):
             message = refused(capsys, *TINY, *fresh, "--out", out)
-            assert (
-                f"{out} exists but is not a run folder; delete it, or name another with --out DIR" in message
-            )
+            assert f"{out} exists but is not a run folder; delete it, or name another with --out D" in message
     assert "cannot write the run folder" in refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
     assert contents(tmp_path) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["letters"]
 
 
 def test_a_damaged_record_is_refused_until_it_is_moved_aside(
@@ -219,9 +195,7 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
 
 
-def test_a_folder_in_use_is_refused_and_not_moved_aside(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_use_is_not_moved_aside(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FolderLock(finished):
         before = contents(finished)
         for fresh in ([], ["--fresh"]):
@@ -231,24 +205,23 @@ def test_a_folder_in_use_is_refused_and_not_moved_aside(
         assert contents(finished) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "launcher"),
-    [("run", "SLURM_STEP_NUM_TASKS"), ("doctor", "PMI_SIZE"), ("run", "OMPI_COMM_WORLD_SIZE")],
-)
-def test_a_rank_alone_in_its_mpi_world_is_refused(command: str, launcher: str, tmp_path: Path) -> None:
-    pytest.importorskip("mpi4py")
-    words = ["-m", "hpcfl.main", command, *TINY, "--out", str(tmp_path / "run")]
-    done = run_forked(words, env={launcher: "4"}, check=False, timeout=60)
-    assert done.returncode == BAD_INPUT
-    assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks")
-    assert "srun --mpi=pm" in done.stderr
-    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
-    assert not (tmp_path / "run").exists()
+def test_a_rank_alone_in_its_mpi_world_is_refused(tmp_path: Path) -> None:
+    for command, launcher in (
+        ("run", "SLURM_STEP_NUM_TASKS"),
+        ("doctor", "PMI_SIZE"),
+        ("run", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        pytest.importorskip("mpi4py")
+        words = ["-m", "hpcfl.main", command, *TINY, "--out", str(tmp_path / "run")]
+        done = run_forked(words, env={launcher: "4"}, check=False, timeout=60)
+        assert done.returncode == BAD_INPUT
+        assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks")
+        assert "srun --mpi=pm" in done.stderr
+        assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+        assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_under_mpirun_are_reported_once_and_no_rank_hangs(
-    mpirun: Mpirun, finished: Path, tmp_path: Path
-) -> None:
+def test_mistakes_under_mpirun_are_reported_once(mpirun: Mpirun, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "damaged.yaml").write_text("train: {rounds: 3\n")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "draft.txt").write_text("Dear")
@@ -287,14 +260,6 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert 3 < len(lines) < 40
         assert max(map(len, lines)) <= 100
         assert len({line for line in lines if line}) == len([line for line in lines if line])
-
-
-def test_the_beginning_of_a_key_lists_all_that_begin_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "keys", "train.fine"]) == FINISHED
-    assert "\ntrain.finetune_epochs=" in capsys.readouterr().out
-    # of a whole name, only that key
-    assert main(["list", "keys", "train.lr"]) == FINISHED
-    assert "train.lr_decay" not in capsys.readouterr().out
 
 
 def test_list_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str]) -> None:

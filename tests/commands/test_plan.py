@@ -59,9 +59,7 @@ def numbers(line: str) -> list[int]:
         (["data.partition.name=iid", "data.per_client=100", "data.val_fraction=0.2"], {8, 9, 10}),
     ],
 )
-def test_the_table_of_clients_adds_up(
-    words: list[str], classes: set[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_adds_up(words: list[str], classes: set[int], capsys: pytest.CaptureFixture[str]) -> None:
     lines, config = planned(capsys, *words), load_config(None, words)
     assert lines[0] == f"{config.partition.name} partition of digits: samples of each class"
     assert lines[1].split() == ["client", *map(str, range(10)), "train", "val", "test"]
@@ -94,13 +92,10 @@ def test_unseen_clients_come_last_and_their_cost_is_shown(capsys: pytest.Capture
     assert "2 unseen clients adapt for 2 epochs at each evaluation" in lines
     of_one = 4 * DIGITS_CNN
     assert lines[-1] == f"workers' memory, theta: {5 * of_one:,} bytes in all, {of_one:,} a client"
-
-
-def test_sharded_models_count_as_memory_of_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    # models of a sharded server are the workers' as well
     keys = ("method.name=pfedla", "data.per_client=40", "method.server=sharded", "method.heads=low_rank")
     lines = planned(capsys, *keys)
     assert not any(line.startswith("server memory, theta") for line in lines)
-    of_one = 4 * DIGITS_CNN
     assert lines[-1] == f"workers' memory, theta: {10 * of_one:,} bytes in all, {of_one:,} a client"
 
 
@@ -246,12 +241,8 @@ def test_a_plan_covers_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.
     assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
 
 
-@pytest.mark.parametrize(
-    ("keys", "ranks"), [([], 4), (["train.participation=0.4"], 2), (["--ranks", "6"], 6)]
-)
-def test_a_plan_has_no_worker_without_work_unless_it_is_asked_for(
-    capsys: pytest.CaptureFixture[str], keys: list[str], ranks: int
-) -> None:
+@pytest.mark.parametrize(("keys", "ranks"), [([], 4), (["train.participation=0.4"], 2), (["--ranks=6"], 6)])
+def test_no_worker_is_without_work(capsys: pytest.CaptureFixture[str], keys: list[str], ranks: int) -> None:
     words = ["method.name=fedavg", "data.clients=3", "data.per_client=40", *keys]
     assert f"\n#SBATCH --ntasks={ranks}\n" in printed_plan(capsys, *words)
 
@@ -260,10 +251,9 @@ def test_a_dry_run_that_diverges_is_reported_and_still_planned(capsys: pytest.Ca
     keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
     assert main(["plan", *keys, "run.on_divergence=skip"]) == FINISHED
     out, err = capsys.readouterr()
-    assert err == (
-        "hpcfl: warning: numbers became nan or infinite in the dry run, which continued with them; the run "
-        "has run.on_divergence=skip, and its times may differ: lower train.lr (it is 1e+30)\n"
-    )
+    (line,) = err.splitlines()
+    assert line.startswith("hpcfl: warning: numbers became nan or infinite in the dry run, which continued")
+    assert line.endswith("run.on_divergence=skip, and its times may differ: lower train.lr (it is 1e+30)")
     of_one = 4 * 4 * DIGITS_CNN
     assert f"network: {of_one:,} bytes down and {of_one:,} up a round" in out
     assert "#SBATCH --time=" in out
@@ -329,9 +319,8 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
     # five clients in place of two, and one more that is unseen
     assert middle == 10**6 - 800 - 2 * 2000 - 3000 + 3 * 1000 + 6 * 80 + 2 * 800
     assert last - middle == 80 + 800 + 5 * 2000 + 2 * 3000
-    assert alone.total_s == pytest.approx(
-        7 * alone.round_s + (3 + 1) * alone.evaluation_s + (3 * middle + last) / 100e6
-    )
+    writing_s = (3 * middle + last) / 100e6
+    assert alone.total_s == pytest.approx(7 * alone.round_s + (3 + 1) * alone.evaluation_s + writing_s)
     samples = [len(part.train) for part in parts[:5]]
     loads = [0.0, 0.0, 0.0]
     for client, worker in enumerate(assign_workers(samples, [0, 0, 1, 1, 2], 3)):
@@ -350,12 +339,8 @@ def test_estimates_follow_from_the_measurements(digits: Path) -> None:
 
 
 def test_memory_is_that_of_a_round_of_the_last_checkpoint_or_of_the_clients_state(digits: Path) -> None:
-    words = [
-        *tiny_settings(digits),
-        "method.name=fedavg",
-        "train.participation=0.4",
-        "run.max_elements=100000000",
-    ]
+    keys = ["method.name=fedavg", "train.participation=0.4", "run.max_elements=100000000"]
+    words = [*tiny_settings(digits), *keys]
     small = replace(KNOWN, client_bytes=0, model_bytes=0, unseen_model_bytes=0, evaluation=Load(10**6, 0))
     alone, spread = (planner_of(words, small).on(ranks) for ranks in (1, 4))
     samples = 7 * 20 * (4 * 64 + 8)
@@ -383,17 +368,13 @@ def test_a_node_without_rank_0_has_a_worker_more(digits: Path) -> None:
         assert f"#SBATCH --mem={math.ceil(1.25 * mebibytes / 100) * 100}M" in lines
 
 
-def test_a_plan_without_memory_for_a_dry_run_tells_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_needs_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcfl.planning.dry_run.free_bytes", lambda: 2_000_000)
     words = ["method.name=pfedla", "data.per_client=40"]
     needed = []
     for more in ([], ["method.server=sharded"]):
         last = printed_plan(capsys, *words, *more).splitlines()[-1]
-        needed += found(
-            r"no times and no memory: the dry run needs about (.*), and this .* 2 MB free; ", last
-        )
+        needed += found(r"no times and no memory: the dry run needs about (.*), and .* 2 MB free; ", last)
     # the rows of the ten clients are in the server's state, or beside it
     assert size(needed[1]) == pytest.approx(size(needed[0]), rel=0.5)
 
@@ -412,24 +393,19 @@ def test_a_rank_with_two_threads_takes_two_cores_of_a_node(
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks=5\n#SBATCH --ntasks-per-node=3\n" in text
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "in_node", "over_link"),
-    [
+def test_rank_0_has_the_bytes_by_hand() -> None:
+    for ranks, per_node, in_node, over_link in (
         (4, 8, 60 + 300, 0),
         (2, 1, 0, 60 + 100),
         (3, 2, 30 + 100, 30 + 100),
         (5, 2, 15 + 100, 45 + 200),
         (13, 2, 5 + 100, 55 + 300),
-    ],
-)
-def test_bytes_of_rank_0_depend_on_ranks_and_nodes(
-    ranks: int, per_node: int, in_node: float, over_link: float
-) -> None:
-    load = Load(common=100, rows=60)
-    assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
-    interconnect = Interconnect(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
-    assert interconnect.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
-    assert interconnect.seconds(2, load, 1) == 0
+    ):
+        load = Load(common=100, rows=60)
+        assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
+        interconnect = Interconnect(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
+        assert interconnect.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
+        assert interconnect.seconds(2, load, 1) == 0
 
 
 def test_the_longest_part_of_a_round_is_its_bottleneck() -> None:

@@ -68,9 +68,7 @@ def figures(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name}
 
 
-def test_watch_shows_a_run_that_runs_and_is_killed(
-    in_progress: tuple[Path, int], finished: Path, watched: Watched
-) -> None:
+def test_a_run_runs_and_is_killed(in_progress: tuple[Path, int], finished: Path, watched: Watched) -> None:
     folder, pid = in_progress
     before = Run(folder).done
     shown = figures(watched(folder, "--once"))
@@ -142,9 +140,7 @@ def test_watch_shows_the_progress_on_a_terminal_until_ctrl_c(
     assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]
 
 
-def test_watch_shows_a_finished_run(
-    finished: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_shown(finished: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal it ends at once."""
     shown = figures(watched(finished))
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
@@ -167,9 +163,7 @@ def test_watch_shows_the_runs_in_a_folder_of_runs(finished: Path, watched: Watch
     assert figures(watched(tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
 
 
-def test_no_accuracy_is_shown_before_the_first_evaluation(
-    finished: Path, watched: Watched, tmp_path: Path
-) -> None:
+def test_a_run_may_have_no_evaluation_yet(finished: Path, watched: Watched, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(finished / "config.yaml", folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +71,11 @@ def test_another_method_or_partition_needs_only_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("fedavg", "fedadam"),
-        ("fedadam", "fedavg"),
-        ("fedavg", "fedavg_ft"),
-        ("fedavg", "fedem"),
-        ("fedprox", "moon"),
-    ],
+    "methods", ["fedavg fedadam", "fedadam fedavg", "fedavg fedavg_ft", "fedavg fedem", "fedprox moon"]
 )
-def test_another_method_than_a_record_s_has_its_own_defaults(before: str, after: str, tmp_path: Path) -> None:
+def test_another_method_than_a_record_s_has_its_own_defaults(methods: str, tmp_path: Path) -> None:
     given = ["train.rounds=3", "train.momentum=0.5", "data.clients=4"]
-    check_record(tmp_path, before, after, given)
+    check_record(tmp_path, *methods.split(), given)
 
 
 @pytest.mark.parametrize("lr", ["0.05", "0.001", "0.01"])
@@ -101,9 +94,8 @@ def check_record(tmp_path: Path, before: str, after: str, given: list[str]) -> N
     config = load_config(None, [f"method.name={before}", *given])
     record = write(tmp_path / "config.yaml", f"{config.yaml()}environment: {{torch: any}}\n")
     assert load_config(record, []) == config
-    assert load_config(record, [f"method.name={after}"]) == load_config(
-        None, [f"method.name={after}", *given]
-    )
+    other = f"method.name={after}"
+    assert load_config(record, [other]) == load_config(None, [other, *given])
 
 
 def test_another_model_needs_only_its_name(tmp_path: Path) -> None:
@@ -164,27 +156,18 @@ def test_yaml_contains_the_whole_configuration(tmp_path: Path, method: str) -> N
     assert differences(yaml.safe_load(config.yaml()), again.tree()) == []
 
 
-def altered(config: Config, key: str) -> Config:
-    """Return a configuration whose tree differs in one key."""
-    tree = config.tree()
-    *groups, last = key.split(".")
-    node: dict[str, Any] = tree
-    for group in groups:
-        node = node[group]
-    node[last] = "altered"
-
-    class Altered(Config):
-        def tree(self) -> dict[str, Any]:
-            return tree
-
-    return Altered(*(getattr(config, field.name) for field in dataclasses.fields(config)))
-
-
-def test_different_configurations_have_different_run_names() -> None:
+def test_different_configurations_have_different_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["method.name=fedavg", "run.seed=3"])
     assert config.run_name() == f"fedavg-digits-s3-{config.short_hash()}"
-    keys = set(flatten(config.tree()))
-    same = {key for key in keys if altered(config, key).short_hash() == config.short_hash()}
+    tree, plain, same = config.tree(), config.short_hash(), set()
+    for key in flatten(tree):
+        *groups, last = key.split(".")
+        node = altered = deepcopy(tree)
+        for group in groups:
+            node = node[group]
+        node[last] = "altered"
+        monkeypatch.setattr(Config, "tree", lambda _, altered=altered: altered)
+        same |= {key} if config.short_hash() == plain else set()
     own = {"method.path", "model.path", "data.partition.path", "data.reader"}
     assert same == {"train.rounds", *RESULT_NEUTRAL} - own
     of_run = ["checkpoint_every", "max_elements", "metrics", "on_divergence", "placement", "report", "state"]
@@ -256,11 +239,7 @@ def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "train: {rounds: 3\n",
-            "is not YAML: line 2, column 1: did not find expected ',' or '}' "
-            "(while parsing a flow mapping from line 1, column 8)",
-        ),
+        ("train: {rounds: 3\n", "is not YAML: line 2, column 1: did not find expected ',' or '}' (while"),
         ("train:\n\trounds: 3\n", "is not YAML: line 2: a tab; indent with spaces"),
         ("train:\n  rounds: 3\n\n  rounds: 4\n", "is not YAML: line 4: duplicate key rounds; keep one"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
@@ -300,20 +279,17 @@ def test_a_file_that_is_no_configuration_is_refused_with_advice(tmp_path: Path) 
     assert refusal(run).endswith(f"to resume this run, type hpcfl run {run}/config.yaml --out {run}")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_a_key_with_dots_is_refused_with_how_to_write_it(tmp_path: Path) -> None:
+    for text, expected in (
         ("train.rounds: 2", "train: {rounds: 2}"),
         ("data.partition.name: iid", "data: {partition: {name: iid}}"),
         ("data.partition: {name: iid}", "data: {partition: {name: iid}}"),
         ("data: {partition.name: iid}", "data: {partition: {name: iid}}"),
-    ],
-)
-def test_a_key_with_dots_is_refused_with_how_to_write_it(tmp_path: Path, text: str, expected: str) -> None:
-    message = refusal(write(tmp_path / "dots.yaml", text))
-    assert message.endswith(f" has a dot, which is for the command line; in a YAML file write {expected}")
-    write(tmp_path / "dots.yaml", expected)
-    load_config(tmp_path / "dots.yaml", [])
+    ):
+        message = refusal(write(tmp_path / "dots.yaml", text))
+        assert message.endswith(f" has a dot, which is for the command line; in a YAML file write {expected}")
+        write(tmp_path / "dots.yaml", expected)
+        load_config(tmp_path / "dots.yaml", [])
 
 
 def test_differences_name_the_keys_with_both_values() -> None:

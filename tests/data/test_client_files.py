@@ -107,7 +107,6 @@ IMAGE = [0.0] * 784
         ({"x": [IMAGE[1:]], "y": [0]}, r"writer a: x has shape \(1, 783\); must be \[n, 784\]"),
         ({"x": [], "y": []}, r"writer a: x has shape \(0,\); must be \[n, 784\] with n > 0"),
         ({"x": [[*IMAGE[1:], 1.5]], "y": [0]}, "writer a: x holds values outside 0..1"),
-        ({"x": [IMAGE], "y": [0, 1]}, r"writer a: y has shape \(2,\), x has 1 samples"),
         ({"x": [IMAGE], "y": [0.5]}, "writer a: y has type float64; labels must be whole numbers"),
         ({"x": [IMAGE], "y": [62]}, r"writer a: y holds labels 62..62; allowed: 0..61"),
     ],
@@ -170,39 +169,50 @@ def test_pfllib_is_read_client_by_client(tmp_path: Path) -> None:
     assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (5, 1, (0.0,) * 3, (1.0,) * 3)
 
 
+BYTES = np.arange(120, dtype=np.uint8).reshape(2, 3, 4, 5)
+LETTERS = np.array([[1, 2, 7], [4, 5, 0]])
+NEWS = np.empty((2, 2), dtype=object)
+"""AG News pairs lists of tokens with their number; Shakespeare has a plain array."""
+NEWS[:] = [([1, 2, 7], 3), ([4, 5, 0], 2)]
+ONE_ROW = np.random.default_rng(0).normal(size=(2, 9, 1, 128)).astype(np.float32)
+WORDS = SampleType((3,), vocabulary=8)
+
+
 @pytest.mark.parametrize(
-    "x",
+    ("x", "expected", "sample"),
     [
-        np.arange(120, dtype=np.uint8).reshape(2, 3, 4, 5),
-        np.asfortranarray(np.arange(120.0).reshape(2, 3, 4, 5)),
-        np.arange(120, dtype=">f4").reshape(2, 3, 4, 5),
-        np.arange(240, dtype=np.float16).reshape(2, 3, 4, 10)[..., ::2],
+        (BYTES, BYTES, SampleType((3, 4, 5))),
+        (np.asfortranarray(BYTES / 7), BYTES / 7, SampleType((3, 4, 5))),
+        (BYTES.astype(">f4"), BYTES, SampleType((3, 4, 5))),
+        (np.float16(BYTES)[..., ::2], BYTES[..., ::2], SampleType((3, 4, 3))),
+        (list(np.float32(BYTES)), BYTES, SampleType((3, 4, 5))),
+        (BYTES.reshape(2, -1) / 2, BYTES.reshape(2, -1) / 2, SampleType((60,))),
+        (NEWS, LETTERS, WORDS),
+        (LETTERS, LETTERS, WORDS),
+        (ONE_ROW, ONE_ROW[:, :, 0], SampleType((9, 128))),
     ],
 )
-def test_pfllib_files_may_have_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
-    part = {"x": x, "y": np.array([0, 1], np.uint8)}
-    pfllib_folder(tmp_path, [part], [part])
+def test_pfllib_s_samples_may_have_any_type_and_order(
+    x: Any, expected: np.ndarray, sample: SampleType, tmp_path: Path
+) -> None:
+    """Its generators of Camelyon17, iWildCam, Omniglot and AmazonReview write lists."""
+    pfllib_folder(tmp_path, [{"x": x, "y": [0, 1]}], [{"x": x, "y": np.array([0, 1], np.uint8)}])
+    # macOS writes such beside each file
+    (tmp_path / "train" / "._0.npz").write_bytes(b"Mac OS X")
     arrays = pfllib(tmp_path)
-    np.testing.assert_array_equal(arrays.x, np.concatenate([x, x]))
-    is_bytes = x.dtype == np.uint8
-    assert arrays.x.dtype == (np.uint8 if is_bytes else np.float32)
-    assert (arrays.scale, arrays.mean) == ((255, (0.5,) * 3) if is_bytes else (1, (0.0,) * 3))
+    dtype, scale = (np.uint8, 255) if x is BYTES else (np.int64 if sample is WORDS else np.float32, 1)
+    np.testing.assert_array_equal(arrays.x, np.concatenate([expected, expected]).astype(dtype))
+    assert (arrays.x.dtype, arrays.scale, arrays.sample) == (dtype, scale, sample)
+    assert set(arrays.mean) <= {0.5 if x is BYTES else 0.0}
+    assert (arrays.y.tolist(), arrays.y.dtype) == ([0, 1, 0, 1], np.int64)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_pfllib_s_lists_and_matrices_are_arrays(tmp_path: Path) -> None:
-    """Its generators of Camelyon17, iWildCam, Omniglot and AmazonReview write such, and floats as labels."""
-    part = client([0, 1], 0)
-    lists = {"x": list(part["x"]), "y": list(part["y"])}
-    features = part["x"].reshape(2, -1)
-    for name, content, x in (
-        ("lists", lists, part["x"]),
-        ("numbers", lists | {"y": [0, 1]}, part["x"]),
-        ("matrix", {"x": np.asmatrix(features), "y": np.array([0.0, 1.0])}, features),
-    ):
-        pfllib_folder(tmp_path / name, [content], [content])
-        # macOS writes such beside each file
-        (tmp_path / name / "train" / "._0.npz").write_bytes(b"Mac OS X")
+def test_pfllib_s_features_may_be_a_matrix_and_labels_floats_or_scalars(tmp_path: Path) -> None:
+    x = np.float32(BYTES.reshape(2, -1))
+    for name, y in {"floats": np.array([0.0, 1.0]), "scalars": list(np.array([0, 1]))}.items():
+        part = {"x": np.asmatrix(x), "y": y}
+        pfllib_folder(tmp_path / name, [part], [part])
         arrays = pfllib(tmp_path / name)
         np.testing.assert_array_equal(arrays.x, np.concatenate([x, x]))
         assert (arrays.y.tolist(), arrays.y.dtype) == ([0, 1, 0, 1], np.int64)
@@ -271,29 +281,6 @@ def test_a_pickle_cannot_pass_bytes_for_objects(tmp_path: Path) -> None:
     objects = np.array({**part, "y": np.array([0, None])}, dtype=object)
     npz_of_pickle(tmp_path / "train" / "0.npz", pickle.dumps(objects, 4))
     assert_refused(pfllib, tmp_path, r"train/0.npz: cannot be read \(ValueError: an array of type O8")
-
-
-def test_pfllib_s_texts_and_characters_are_tokens(tmp_path: Path) -> None:
-    """AG News pairs lists of tokens with their number; Shakespeare has a plain array."""
-    pairs = [([1, 2, 7], 3), ([4, 5, 0], 2)]
-    news = np.empty((2, 2), dtype=object)
-    news[:] = pairs
-    letters = np.array([[1, 2, 7], [4, 5, 0]])
-    for name, x in (("news", news), ("letters", letters)):
-        part = {"x": x, "y": np.array([0, 1])}
-        pfllib_folder(tmp_path / name, [part], [part])
-        arrays = pfllib(tmp_path / name)
-        np.testing.assert_array_equal(arrays.x, np.concatenate([letters, letters]))
-        assert (arrays.x.dtype, arrays.sample) == (np.int64, SampleType((3,), vocabulary=8))
-
-
-def test_pfllib_s_images_of_one_row_are_series(tmp_path: Path) -> None:
-    x = np.random.default_rng(0).normal(size=(2, 9, 1, 128))
-    part = {"x": x, "y": np.array([0, 1])}
-    pfllib_folder(tmp_path, [part], [part])
-    arrays = pfllib(tmp_path)
-    assert arrays.sample == SampleType((9, 128))
-    np.testing.assert_array_equal(arrays.x[:2], x[:, :, 0].astype(np.float32))
 
 
 GOOD = client([0, 1], 0)

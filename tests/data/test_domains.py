@@ -55,9 +55,7 @@ def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:
     assert (arrays.x.dtype, arrays.num_classes, arrays.scale, arrays.mean) == (np.uint8, 2, 255, (0.5,))
 
 
-def test_folders_of_classes_are_read_and_grey_images_get_colours(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folders_of_classes_may_have_grey_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     colour = np.arange(12).reshape(2, 2, 3)
     picture(tmp_path / "photo" / "dog" / "1.png", colour)
     picture(tmp_path / "photo" / "cat" / "2.png", colour + 100)
@@ -92,11 +90,11 @@ def test_images_are_resized_to_one_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("iid", ""), ("classes", "classes_per_client=1"), ("dirichlet", "min_samples=3")]
+    "keys", ["name=iid", "name=classes classes_per_client=1", "name=dirichlet min_samples=3"]
 )
-def test_client_c_has_images_of_domain_c_mod_d(name: str, option: str, tmp_path: Path) -> None:
-    words = words_of(npz_folder(tmp_path), f"data.partition.name={name}")
-    config = load_config(None, [*words, *[f"data.partition.{option}"] * bool(option)])
+def test_client_c_has_images_of_domain_c_mod_d(keys: str, tmp_path: Path) -> None:
+    words = words_of(npz_folder(tmp_path), *(f"data.partition.{key}" for key in keys.split()))
+    config = load_config(None, words)
     assert config.data.clients == 10
     arrays, parts = load_data(config)
     for client, part in enumerate(parts):
@@ -119,18 +117,11 @@ def test_each_domain_has_its_own_random_stream(tmp_path: Path) -> None:
     assert (of_iid[0].train + 60).tolist() != of_iid[1].train.tolist()
 
 
-def test_given_makes_each_domain_a_client(tmp_path: Path) -> None:
-    config = load_config(None, words_of(npz_folder(tmp_path), "data.partition.name=given"))
-    arrays, parts = load_data(config)
-    assert [len(part.train) + len(part.test) for part in parts] == [*SIZES.values()]
-    assert texts_of_clients(config, arrays, parts) == {"domain": [*SIZES]}
-
-
 def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command: list[str]) -> None:
     words = [
         *words_of(npz_folder(tmp_path), "data.clients=7", "data.image_size=8"),
         *("data.unseen_clients=0.3", "model.name=mlp", "method.name=fedavg", "run.report=false"),
-        *("train.rounds=1", "train.local_epochs=1", "data.shift=noise"),
+        *("train.rounds=1", "train.local_epochs=1", "data.shift=noise", "run.placement=balanced"),
     ]
     assert run_here(tmp_path / "run", words) == FINISHED
     rows = read_csv(tmp_path / "run" / "partition.csv")
@@ -161,9 +152,8 @@ def test_results_of_a_table_distinguish_domains(tmp_path: Path) -> None:
     )
     words = ["table", str(tmp_path / "two.yaml"), "--out", str(tmp_path / "out"), "--quiet"]
     assert main([*words, "--write-results"]) == FINISHED
-    of_clients, of_domains = (
-        read_csv(tmp_path / "results" / f"two_{name}.csv") for name in ("clients", "diagnostics")
-    )
+    results = tmp_path / "results" / "two"
+    of_clients, of_domains = (read_csv(Path(f"{results}_{name}.csv")) for name in ("clients", "diagnostics"))
     assert [line["domain"] for line in of_clients] == [*"abca"]
     accuracy = [float(line["accuracy"]) for line in of_clients]
     last = {line["clients"]: float(line["value"]) for line in of_domains if line["round"] == "2"}
@@ -221,6 +211,13 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
         assert "/art/cat/0.png: cannot be read as an image (" in refusal()
     Image.fromarray(np.zeros((2, 2), np.uint16)).save(tmp_path / "art" / "cat" / "0.png")
     assert "not of 8 bits" in refusal()
+
+
+def test_given_makes_each_domain_a_client(tmp_path: Path) -> None:
+    config = load_config(None, words_of(npz_folder(tmp_path), "data.partition.name=given"))
+    arrays, parts = load_data(config)
+    assert [len(part.train) + len(part.test) for part in parts] == [*SIZES.values()]
+    assert texts_of_clients(config, arrays, parts) == {"domain": [*SIZES]}
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from harness import Run
 
@@ -20,13 +19,12 @@ def test_without_the_key_no_label_is_changed() -> None:
     assert DataConfig(label_noise=0.0).label_noise is None
 
 
-@pytest.mark.parametrize(("share", "wrong"), [(0.3333, 333), (1.0, 1000), (0.0004, 0)])
-def test_the_given_share_of_labels_becomes_another_class(share: float, wrong: int) -> None:
+def test_the_given_share_of_labels_becomes_another_class() -> None:
     y = np.arange(1000) % 5
-    found = noise_of(label_noise=share).noisy(y, 7)
-    assert (found != y).sum() == wrong
-    assert found.min() >= 0
-    assert found.max() < 5
+    for share, wrong in ((0.3333, 333), (1.0, 1000), (0.0004, 0)):
+        found = noise_of(label_noise=share).noisy(y, 7)
+        assert (found != y).sum() == wrong
+        assert {*found.tolist()} <= {*range(5)}
 
 
 def test_each_other_class_is_equally_likely() -> None:
@@ -35,12 +33,12 @@ def test_each_other_class_is_equally_likely() -> None:
     np.testing.assert_allclose(shares, [0.25, 0.25, 0, 0.25, 0.25], atol=0.021)
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.25, 3), (1.0, 10)])
-def test_the_given_share_of_clients_has_wrong_labels(share: float, count: int) -> None:
-    noise, y = noise_of(label_noise=0.5, label_noise_clients=share), np.arange(40) % 5
-    noisy = [client for client in range(10) if (noise.noisy(y, client) != y).any()]
-    assert len(noisy) == count
-    assert noisy == sorted(noise.clients)
+def test_the_given_share_of_clients_has_wrong_labels() -> None:
+    for share, count in ((0.01, 1), (0.25, 3), (1.0, 10)):
+        noise, y = noise_of(label_noise=0.5, label_noise_clients=share), np.arange(40) % 5
+        noisy = [client for client in range(10) if (noise.noisy(y, client) != y).any()]
+        assert len(noisy) == count
+        assert noisy == sorted(noise.clients)
 
 
 def test_only_training_labels_are_wrong_in_a_run() -> None:

@@ -1,4 +1,4 @@
-"""Feature shift: each kind by hand, who shares a shift, and the same bits for any number of ranks."""
+"""Feature shift: each kind by hand, who shares a shift; test_domains.py has a run on ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bits import differing, run_here, tiny_settings
-from processes import run_in_one_world
+from bits import run_here, tiny_settings
 
 import hpcfl
 from hpcfl.data.arrays import Arrays
@@ -135,38 +134,26 @@ def test_all_splits_are_shifted_before_normalisation_and_the_pool_is_not_changed
     np.testing.assert_array_equal(arrays.x, x)
 
 
-@pytest.fixture(scope="module")
-def settings(digits: Path) -> list[str]:
+def settings_of(digits: Path) -> list[str]:
     return [*tiny_settings(digits), "method.name=fedavg", "train.rounds=1", "data.unseen_clients=0.3"]
 
 
-def test_ranks_give_the_same_bits(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> None:
-    words = [*settings, "run.placement=balanced", "train.participation=0.6"]
-    runs = {tmp_path / name: [*words, f"data.shift={name}"] for name in ("colour", "null")}
-    for folder, with_shift in runs.items():
-        assert run_here(folder, with_shift) == FINISHED
-    run_in_one_world(mpirun_command, 3, {tmp_path / "colour3": runs[tmp_path / "colour"]})
-    assert not differing(tmp_path / "colour", tmp_path / "colour3")
-    assert differing(tmp_path / "colour", tmp_path / "null", "history")
-
-
-def test_unseen_clients_have_the_shift_of_their_client_number(settings: list[str]) -> None:
-    config = load_config(None, [*settings, "data.shift=rotation", "data.shift_groups=2"])
+def test_unseen_clients_have_the_shift_of_their_client_number(digits: Path) -> None:
+    config = load_config(None, [*settings_of(digits), "data.shift=rotation", "data.shift_groups=2"])
     arrays, parts = load_data(config)
     assert config.data.num_unseen(len(parts)) == 2
     found = shift_of(config.data, config.data_seed, len(parts))
     record = describe(config.data, arrays, parts)
-    unseen, plain = (
-        Shard.build(arrays, parts, range(5, 7), record.mean, record.std, "cpu", by) for by in (found, None)
-    )
+    by_record = (arrays, parts, range(5, 7), record.mean, record.std, "cpu")
+    unseen, plain = (Shard.build(*by_record, by) for by in (found, None))
     assert torch.equal(unseen.samples("test", 0)[0], plain.samples("test", 0)[0].rot90(2, (2, 3)))
     assert torch.equal(unseen.samples("test", 1)[0], plain.samples("test", 1)[0])
 
 
 def test_predict_and_export_expect_shifted_samples(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*settings, "data.shift=rotation", "data.shift_groups=2"]
+    words = [*settings_of(digits), "data.shift=rotation", "data.shift_groups=2"]
     assert run_here(tmp_path / "run", words) == FINISHED
     arrays, parts = load_data(load_config(None, words))
     tests = parts[1].test
@@ -183,28 +170,23 @@ def test_predict_and_export_expect_shifted_samples(
     assert json.loads((tmp_path / "a.json").read_text())["shift"] == "rotation"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_impossible_shifts_are_refused() -> None:
+    for words, expected in (
         ("shift_groups=2", "data.shift_groups=2 needs data.shift; set that"),
         ("shift_strength=2", "data.shift_strength=2.0 needs data.shift; set that"),
         ("shift=rotation shift_strength=190", "data.shift_strength=190.0 needs to be at most 180"),
         ("shift=colour shift_strength=1.1", "at most 1 with data.shift=colour"),
         ("shift=rotation shift_groups=4 shift_strength=20", "=20.0 needs data.shift_groups=null with data.s"),
-    ],
-)
-def test_impossible_shifts_are_refused(words: str, expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(None, [f"data.{word}" for word in words.split()])
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(UserError) as caught:
+            load_config(None, [f"data.{word}" for word in words.split()])
+        assert expected in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "named"), [("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")]
-)
-def test_a_shift_of_samples_that_are_not_images_is_refused(source: str, named: str) -> None:
-    config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])
-    expected = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
-    with pytest.raises(UserError, match=f"^{expected}$"):
-        describe(config.data, *load_data(config))
+def test_a_shift_of_samples_that_are_not_images_is_refused() -> None:
+    for source, named in (("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")):
+        config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])
+        expected = f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
+        with pytest.raises(UserError, match=f"^{expected}$"):
+            describe(config.data, *load_data(config))

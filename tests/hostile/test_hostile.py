@@ -19,21 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import mutations
 import numpy as np
 import pytest
 import yaml
 from bits import refused, run_here
 from conftest import forgetting_own_code
-from mutations import (
-    NUMBERS,
-    VALUES,
-    Read,
-    assert_refused_or_read,
-    code_or_refusal,
-    damaged_bytes,
-    damaged_tree,
-    sign,
-)
+from mutations import Read, damaged_bytes, sign
 from PIL import Image
 
 from hpcfl import load_run
@@ -116,7 +108,7 @@ LEAF = {
 
 def leaf_reader(folder: Path) -> Read:
     def read(draw: random.Random) -> object:
-        text = json.dumps(damaged_tree(LEAF, draw), default=str).encode()
+        text = json.dumps(mutations.damaged_tree(LEAF, draw), default=str).encode()
         if draw.random() < 0.3:
             text = damaged_bytes(json.dumps(LEAF).encode(), draw)
         (folder / "all_data_0.json").write_bytes(text)
@@ -125,9 +117,7 @@ def leaf_reader(folder: Path) -> Read:
     return read
 
 
-CSV_TABLE = b"a,job,c,y\n" + b"".join(
-    b"%d,%s,0.%d,%d\n" % (i, b"nx"[i % 2 :][:1], i, i % 3) for i in range(9)
-)
+CSV_TABLE = b"a,job,c,y\n" + b"".join(b"%d,%c,0.%d,%d\n" % (i, b"nx"[i % 2], i, i % 3) for i in range(9))
 
 
 def csv_reader(folder: Path) -> Read:
@@ -159,7 +149,7 @@ def image_reader(folder: Path) -> Read:
 
 PART = {"x": np.linspace(0, 1, 96, dtype=np.float32).reshape(2, 3, 4, 4), "y": np.array([0, 1])}
 PART_VALUES = (
-    *(*VALUES, (), PART["x"], PART["y"], np.array(["a"]), np.array([None]), np.zeros((0, 10**9))),
+    *(*mutations.VALUES, (), PART["x"], PART["y"], np.array(["a"]), np.array([None]), np.zeros((0, 10**9))),
     *(np.array([1j]), np.array([(1, 2.0)], dtype="i4,f4"), PART["x"].astype(">f2"), np.array([np.nan, 0.0])),
 )
 
@@ -178,7 +168,7 @@ def pfllib_reader(folder: Path) -> Read:
         (folder / part / "0.npz").write_bytes(of_pickle(whole))
 
     def read(draw: random.Random) -> object:
-        content = pickle.dumps(np.array(damaged_tree(PART, draw, PART_VALUES), dtype=object), 4)
+        content = pickle.dumps(np.array(mutations.damaged_tree(PART, draw, PART_VALUES), dtype=object), 4)
         kind = draw.randrange(3)
         npz = of_pickle(damaged_bytes(whole, draw) if kind == 1 else content)
         (folder / "train" / "0.npz").write_bytes(damaged_bytes(npz, draw) if kind == 2 else npz)
@@ -195,22 +185,14 @@ TABLE: dict[str, Any] = {
     "seeds": [0, 1],
     "config": "base.yaml",
     "settings": {"train": {"rounds": 2}},
-    "columns": [
-        {"label": "few", "data": {"clients": 3}},
-        {"sweep": {"key": "train.lr", "values": [0.1, 0.2]}},
-    ],
+    "columns": [{"label": "few", "data": {"clients": 3}}, {"sweep": {"key": "train.lr", "values": [1, 2]}}],
     "rows": [
         {"method": {"name": "pfedla"}, "published": {"few": 61.4}, "tuned": "train.lr"},
-        {"label": "alone", "method": {"name": "local"}, "without": ["lr = 0.2"]},
+        {"label": "alone", "method": {"name": "local"}, "without": ["lr = 2"]},
     ],
-    "compare": [
-        ["pfedla", "alone"],
-        {"rows": ["pfedla", "alone"], "columns": ["few"], "at": "after_training"},
-    ],
+    "compare": [["pfedla", "alone"], {"rows": ["alone", "pfedla"], "columns": ["few"], "weighted": True}],
     "show": ["accuracy"],
-    "figure": [
-        {"draw": "heat_maps", "quantity": "alpha", "layers": {"few": ["conv1"]}, "rounds": [1, "last"]}
-    ],
+    "figure": [{"draw": "heat_maps", "quantity": "alpha", "layers": {"few": ["fc1"]}, "rounds": [1, "last"]}],
 }
 TEXTS = (
     *("a: !!python/object/apply:os.system [touch created]", "a: !!bool x", "a: !!int ''", "a: 2001-99-99"),
@@ -222,7 +204,7 @@ def hostile_yaml(tree: dict[str, Any], draw: random.Random) -> bytes:
     kind = draw.randrange(10)
     if kind == 0:
         return draw.choice(TEXTS).encode()
-    made = tree if kind <= 2 else damaged_tree(tree, draw)
+    made = tree if kind <= 2 else mutations.damaged_tree(tree, draw)
     text = yaml.safe_dump(made, sort_keys=False, default_flow_style=draw.random() < 0.2).encode()
     return damaged_bytes(text, draw) if kind <= 2 else text
 
@@ -269,7 +251,7 @@ def hostile_table(whole: bytes, draw: random.Random) -> bytes:
     elif kind == 1:
         rows.insert(row, list(draw.choice(rows)))
     else:
-        rows[row][at] = draw.choice((*CELLS, str(draw.choice(NUMBERS))))
+        rows[row][at] = draw.choice((*CELLS, str(draw.choice(mutations.NUMBERS))))
     return "".join(",".join(row) + "\n" for row in rows).encode()
 
 
@@ -304,7 +286,7 @@ def run_folder_reader(folder: Path) -> Read:
             (hostile / what).unlink()
             if draw.random() < 0.5:
                 (hostile / what).mkdir()
-        return code_or_refusal(lambda: main(draw.choice(commands)), FINISHED)
+        return mutations.code_or_refusal(lambda: main(draw.choice(commands)), FINISHED)
 
     return read
 
@@ -326,7 +308,7 @@ READERS = {
 def test_a_damaged_file_is_read_or_refused(name: str, most: int, tmp_path: Path) -> None:
     # a run folder is read by whole commands, which take longer
     cases = range(80 if (name, most) == ("run folder", 200) else most)
-    assert_refused_or_read(READERS[name](tmp_path), cases)
+    mutations.assert_refused_or_read(READERS[name](tmp_path), cases)
 
 
 # npz, LEAF and YAML
@@ -356,24 +338,6 @@ def test_yaml_executes_no_code(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config.yaml is not YAML: .*could not determine a constructor"):
         load_config(tmp_path / "config.yaml", [])
     assert not Path("created").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"extends": "a\0b"}, "must be one line of text"),
-        ({"": 1}, ": is an unknown key|:  is an unknown key"),
-        ({"title": "\x1b[2J"}, "must be one line of text"),
-        ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
-    ],
-)
-def test_a_file_that_is_no_table_file_is_refused(
-    change: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "base.yaml").write_text("")
-    (tmp_path / "table.yaml").write_text(yaml.safe_dump({**TABLE, **change}))
-    with pytest.raises(UserError, match=expected):
-        Table(tmp_path / "table.yaml", [], tmp_path / "runs")
 
 
 def test_an_error_is_one_printable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -440,19 +404,15 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (linked(h5py.ExternalLink("/etc/passwd", "/")), "'theta' is a link to another place"),
         (linked(h5py.SoftLink("/server/alpha")), "'theta' is a link to another place"),
         (virtual, "'theta' is in another file"),
-        (
-            replaced("server/theta", shape=(9,), dtype="u1", external=[("/etc/passwd", 0, 9)]),
-            "'theta' is in another file",
-        ),
+        (replaced("server/theta", shape=(9,), dtype="u1", external=[("/etc/passwd", 0, 9)]), "another file"),
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
         (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/loss", data=np.zeros((9, 3))), "are not those of the ledger"),
         (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
-        (
-            replaced("personalised/theta", data=np.array([b"text"])),
-            "names a dataset that does not hold numbers",
-        ),
+        (replaced("personalised/theta", data=np.array([b"text"])), "a dataset that does not hold numbers"),
+        (replaced("personalised/theta", data=np.zeros((3, 7))), "holds no model of .*: its parts do not fit"),
+        (replaced("personalised/theta", data=np.zeros((2, 47))), "is damaged .it cannot be read: "),
     ],
 )
 def test_checkpoints_that_no_run_writes_are_refused(
@@ -464,23 +424,9 @@ def test_checkpoints_that_no_run_writes_are_refused(
 ) -> None:
     monkeypatch.chdir(copied.parent)
     change(copied, make)
-    line = refused(capsys, "export", copied, "--client", "0", "--out", "out")
-    assert re.search(f"checkpoint.h5 is not a valid hpcfl checkpoint .*({expected})", line)
+    line = refused(capsys, "export", copied, "--client", "2", "--out", "out")
+    assert re.search(f"checkpoint.h5 (is not a valid hpcfl checkpoint .*)?({expected})", line)
     assert not Path("created").exists()
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((3, 7), "holds no model of method.name=pfedla: its parts do not fit"),
-        ((2, 47), "checkpoint.h5 is damaged (it cannot be read: "),
-    ],
-)
-def test_models_of_another_size_are_not_exported(
-    shape: tuple[int, int], expected: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change(copied, replaced("personalised/theta", data=np.zeros(shape, np.float32)))
-    assert expected in refused(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -505,9 +451,7 @@ def test_a_damaged_config_is_not_rewritten_from_the_checkpoint_of_another_run(
     change(copied, text("/", "config", np.bytes_(b"a: [")))
     (copied / "config.yaml").write_bytes(b"a: [")
     line = refused(capfd, "--quiet", "--out", copied, *SMALL)
-    assert line.startswith(
-        f"hpcfl: error: {copied / 'checkpoint.h5'} is not a valid hpcfl checkpoint (ValueError: "
-    )
+    assert line.startswith(f"hpcfl: error: {copied / 'checkpoint.h5'} is not a valid hpcfl checkpoint (Value")
     assert line.endswith(f"; add --fresh to move {copied} aside and start over")
     assert (copied / "config.yaml").read_bytes() == b"a: ["
 
@@ -529,12 +473,8 @@ def test_a_checkpoint_with_numbers_outside_the_file_is_refused(copied: Path) -> 
 
 METHOD = """
 import os
-
 from hpcfl.methods.fedavg import FedAvg
-
 os.mkdir("created")
-
-
 class Own(FedAvg):
     pass
 """
@@ -574,11 +514,9 @@ def test_a_run_s_own_code_is_executed_only_if_the_user_names_it(
     ):
         places = {"plan": "", "--out": "", "table": "table.yaml, row 1 (own): "}
         place = places.get(str(command[0]), f"{run / 'config.yaml'}: ")
-        assert refused(capsys, *command) == (
-            f"hpcfl: error: {place}method.path={own}: refused to run this Python file, which your command "
-            "does not name; read it, then add "
-            f"--own-code {own} (in Python: own_code=...)"
-        )
+        line = refused(capsys, *command)
+        assert line.startswith(f"hpcfl: error: {place}method.path={own}: refused to run this Python file")
+        assert line.endswith(f"; read it, then add --own-code {own} (in Python: own_code=...)")
     with pytest.raises(UserError, match="refused to run this Python file"):
         load_run(run)
     # looking at it needs no code
@@ -586,9 +524,8 @@ def test_a_run_s_own_code_is_executed_only_if_the_user_names_it(
     Path("other.py").write_text(METHOD + "# other\n")
     refused(capsys, "report", run, "--own-code", "other.py")
     assert not Path("created").exists()
-    assert "train.rounds=0 is invalid" in refused(
-        capsys, "doctor", run / "config.yaml", "--own-code", own, "train.rounds=0"
-    )
+    doctor = ["doctor", run / "config.yaml", "--own-code", own]
+    assert "train.rounds=0 is invalid" in refused(capsys, *doctor, "train.rounds=0")
     Path("created").rmdir()
     assert load_run(run, own_code=[own]).config.method.name == "own"
     assert main(["report", str(run), "--own-code", str(own)]) == FINISHED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,18 +16,18 @@ SMALL = Hypernetworks(num_clients=4, num_layers=3, embedding=6, hidden=5, hidden
 LOW_RANK = replace(SMALL, rank=2)
 
 
-@pytest.mark.parametrize(("clients", "layers", "size"), [(10, 6, 36_460), (100, 5, 80_900)])
-def test_a_client_has_the_expected_number_of_floats(clients: int, layers: int, size: int) -> None:
-    shape = Hypernetworks(clients, layers, embedding=100, hidden=100, hidden_layers=3)
+@pytest.mark.parametrize(
+    ("clients", "layers", "rank", "size"),
+    [(10, 6, None, 36_460), (100, 5, None, 80_900), (10, 7, 16, 41_607), (1000, 7, 16, 41_607)],
+)
+def test_a_client_has_the_expected_floats(clients: int, layers: int, rank: int | None, size: int) -> None:
+    shape = Hypernetworks(clients, layers, embedding=100, hidden=100, hidden_layers=3, rank=rank)
     state = shape.initial(0, "zero")
     assert sum(tensor[0].numel() for tensor in state.values()) == size
     assert all(len(tensor) == clients for tensor in state.values())
-
-
-def test_heads_of_zeros_give_all_clients_exactly_equal_weights() -> None:
-    shape = Hypernetworks(7, 5, embedding=100, hidden=100, hidden_layers=3)
-    outputs = shape.outputs(shape.initial(0, "zero"))
-    assert torch.equal(outputs.softmax(dim=-1), torch.full((7, 5, 7), 1 / 7))
+    # heads of zeros give all clients exactly equal weights
+    if rank is None:
+        assert (shape.outputs(state).softmax(dim=-1) == torch.tensor(1 / clients)).all()
 
 
 def test_initial_weights_have_pytorchs_bounds_and_embeddings_unit_variance() -> None:
@@ -118,12 +117,6 @@ def low_rank_state(seed: int) -> Tensors:
     return {name: tensor.double() for name, tensor in drawn.items()}
 
 
-@pytest.mark.parametrize("clients", [10, 10_000])
-def test_the_size_of_a_low_rank_client_does_not_grow_with_clients(clients: int) -> None:
-    shape = Hypernetworks(clients, 7, embedding=100, hidden=100, hidden_layers=3, rank=16)
-    assert sum(math.prod(size) for size in shape.shapes().values()) == 100 + 3 * 10_100 + 7 * (16 * 100 + 1)
-
-
 def test_codes_have_variance_one_over_rank_and_are_positive_with_the_heads_of_the_public_code() -> None:
     shape = Hypernetworks(200, 3, embedding=20, hidden=20, hidden_layers=2, rank=16)
     codes = shape.initial_codes(0, "zero")["codes"]
@@ -174,8 +167,7 @@ def test_steps_of_codes_equal_torch_s_optimiser_for_each_layer(optimiser: str) -
             if not is_frozen:
                 references[layer].grad = gradient[0, layer].clone()
                 optimisers[layer].step()
-    torch.testing.assert_close(
-        state["codes"][0], torch.stack([t.detach() for t in references]), rtol=1e-9, atol=0
-    )
+    for found, reference in zip(state["codes"][0], references, strict=True):
+        torch.testing.assert_close(found, reference.detach(), rtol=1e-9, atol=0)
     if optimiser == "adam":
         assert moments["heads.steps"].tolist() == [[2, 2, 3]]

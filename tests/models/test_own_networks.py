@@ -73,10 +73,6 @@ class Masked(nn.Module):
         return (self.linear(x) + self.mask).softmax(dim=-1)
 
 
-def frozen() -> nn.Module:
-    return nn.Linear(6, 4).requires_grad_(False)
-
-
 class Scaled(nn.Linear):
     """With a constant as NumPy makes them."""
 
@@ -94,26 +90,18 @@ class Scaled(nn.Linear):
     [
         (nn.Sequential(nn.Linear(6, 3)), "its build returned a Sequential; return Network"),
         (network(nn.Linear(6, 4), nn.Identity()), "the head needs parameters that the body does not have"),
-        (network(frozen()), r"body\.part\.weight has requires_grad=False, .* make it a buffer"),
+        (network(nn.Linear(6, 4).requires_grad_(False)), r"part\.weight has requires_grad=False, .* make it"),
         (network(nn.LazyLinear(4)), r"body\.part\.weight has no shape yet; give its module's sizes"),
-        (
-            network(nn.Linear(6, 4).double()),
-            r"body\.part\.weight is torch\.float64; expected: torch\.float32",
-        ),
-        (
-            network(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))),
-            r"body\.part\.1 has momentum=None, which is not supported",
-        ),
+        (network(nn.Linear(6, 4).double()), r"part\.weight is torch\.float64; expected: torch\.float32"),
+        (network(nn.BatchNorm1d(6, momentum=None)), r"body\.part has momentum=None, which is not supported"),
         (network(nn.SyncBatchNorm(6)), r"body\.part is a SyncBatchNorm, .* use BatchNorm"),
         (network(nn.Linear(6, 4), Scaled()), r"returns torch\.float64; expected: torch\.float32, so convert"),
-        (
-            network(nn.Linear(5, 4)),
-            "its network fails on two samples .6 features.: RuntimeError: mat1 and mat2",
-        ),
+        (network(nn.Linear(5, 4)), "fails on two samples .6 features.: RuntimeError: mat1 and mat2"),
         (network(Centred(in_place=False)), r"it assigns body\.part\.mean in training; change it in place"),
         (network(Plain()), "its outputs depend on what it has computed before, and no client keeps that"),
         (network(Masked()), r"the buffer body\.part\.mask is not finite; make a mask of true and false"),
         (network(Centred(counts=True)), r"it changes body\.part\.index in training, which is torch\.int64"),
+        (network(nn.Linear(6, 4), nn.LSTM(4, 3)), "its network returns a tuple for two samples .6 features."),
         (network(nn.Linear(6, 4), nn.Linear(4, 5)), r"returns \[2, 5\] for two .*; expected: \[2, 3\]"),
     ],
 )

@@ -199,7 +199,7 @@ def test_unseen_clients_have_a_line_and_a_mark(browser: Browser, tmp_path: Path)
     with drawn(browser, written(folder), *NO_PICTURE) as page:
         for kind in ("accuracy", "loss"):
             assert "unseen clients" in page.locator(f"[data-chart={kind}] .legend").inner_text()
-        assert "Pale bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
+        assert "Pale bars: unseen clients" in caption(page, "clients")
         canvas = page.locator("[data-chart=clients] canvas")
         canvas.focus()
         shown = []
@@ -210,23 +210,17 @@ def test_unseen_clients_have_a_line_and_a_mark(browser: Browser, tmp_path: Path)
         rows = rows_of_table(page, "clients").locator("th").all_inner_texts()
         assert [row for row in rows if "unseen" in row] == shown[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
-        assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
+        assert "Pale" not in caption(opened.page, "clients")
 
 
-@pytest.mark.parametrize("settings", [[], ["train.participation=0.5"], ["clients.drop_rate=0.1"]])
-def test_the_legend_says_of_which_clients_the_mean_after_training_is(
-    browser: Browser, tmp_path: Path, settings: list[str]
-) -> None:
-    folder = make_run(tmp_path / "run", rising(4, 5), ["method.name=fedavg", *settings])
-    with opened_page(browser, written(folder)) as opened:
-        legend = opened.page.locator("[data-chart=accuracy] .legend").inner_text()
-        assert "after training" in legend
-        assert ("after training, only the round's clients" in legend) == bool(settings)
-
-
-def test_accuracy_is_drawn_against_simulated_time(browser: Browser, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", rising(4, 5), ["method.name=fedavg", "clients.step_s=1"])
-    with drawn(browser, written(folder), *NO_PICTURE, "by-simulated") as page:
+def test_the_legend_says_of_which_clients_the_mean_is(browser: Browser, tmp_path: Path) -> None:
+    for key in ("clients.step_s=1", "train.participation=0.5", "clients.drop_rate=0.1"):
+        folder = make_run(tmp_path / key, rising(4, 5), ["method.name=fedavg", key])
+        with opened_page(browser, written(folder)) as opened:
+            legend = opened.page.locator("[data-chart=accuracy] .legend").inner_text()
+            assert "after training" in legend
+            assert ("after training, only the round's clients" in legend) == ("step_s" not in key)
+    with drawn(browser, written(tmp_path / "clients.step_s=1"), *NO_PICTURE, "by-simulated") as page:
         assert "Accuracy against simulated time" in caption(page, "by-simulated")
 
 
@@ -243,11 +237,8 @@ def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser
         figure.locator("canvas").focus()
         for key in ["ArrowDown"] * 3 + ["ArrowRight"] * 3:
             page.keyboard.press(key)
-        assert page.locator("#tooltip").inner_text().splitlines() == [
-            "client 3",
-            "class 3, predicted as 3",
-            "samples: 3 of 10",
-        ]
+        tooltip = page.locator("#tooltip").inner_text().splitlines()
+        assert tooltip == ["client 3", "class 3, predicted as 3", "samples: 3 of 10"]
         lines = rows_of_table(page, "confusion").all_inner_texts()
         assert len(lines) == 4 + 5
         assert lines[3].split("\t") == ["all clients in training", "3", "10", "3", "30.00 %"]
@@ -255,21 +246,15 @@ def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_page_shows_a_run_of_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:
-    one = np.ones((1, 1, len(LAYERS), 1), np.float32)
-    folder = make_run(tmp_path / "pfedla", np.full((1, 1), 0.5), of_method={"alpha": one})
-    with drawn(browser, written(folder), *KINDS):
+def test_the_page_shows_a_run_of_one_round_and_a_diverged_one(browser: Browser, tmp_path: Path) -> None:
+    one = {"alpha": np.ones((1, 1, len(LAYERS), 1), np.float32)}
+    with drawn(browser, written(make_run(tmp_path / "one", np.full((1, 1), 0.5), of_method=one)), *KINDS):
         pass
-
-
-def test_the_page_shows_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
     accuracy = rising(5, 4)
     accuracy[2:] = np.nan
     coefficient = np.where(np.isnan(accuracy), np.nan, 0.5)
-    folder = make_run(
-        tmp_path / "fedafk", accuracy, ["method.name=fedafk"], of_method={"coefficient": coefficient}
-    )
-    path = written(folder)
+    more = {"of_method": {"coefficient": coefficient}}
+    path = written(make_run(tmp_path / "fedafk", accuracy, ["method.name=fedafk"], **more))
     with drawn(browser, path, *KINDS):
         pass
     text = path.read_text()
@@ -279,28 +264,19 @@ def test_the_page_shows_a_diverged_run(browser: Browser, tmp_path: Path) -> None
 
 
 def test_weights_of_a_thousand_clients_are_thinned(browser: Browser, tmp_path: Path) -> None:
-    folder = make_run(
-        tmp_path / "heurpfedla",
-        rising(3, 1000),
-        ["method.name=heurpfedla", "data.per_client=2"],
-        of_method={
-            "self_weight": RNG.random((3, 1000, len(LAYERS))),
-            "retained_rounds": RNG.integers(0, 3, (3, 1000, len(LAYERS))),
-        },
-        derived={"alpha": RNG.random((1000, len(LAYERS), 1000), np.float32)},
-    )
-    path = written(folder)
+    settings, shape = ["method.name=heurpfedla", "data.per_client=2"], (3, 1000, len(LAYERS))
+    of_method = {"self_weight": RNG.random(shape), "retained_rounds": RNG.integers(0, 3, shape)}
+    more = {"of_method": of_method, "derived": {"alpha": RNG.random((*shape[1:], 1000), np.float32)}}
+    path = written(make_run(tmp_path / "heurpfedla", rising(3, 1000), settings, **more))
     assert path.stat().st_size < 3_000_000
     with drawn(browser, path, *KINDS) as page:
         weights = page.locator("[data-chart=picture]").first
         assert weights.locator("canvas").count() == len(LAYERS) + 1
         assert weights.locator("input").count() == 0
         assert "round 3" in weights.locator(".controls").first.inner_text()
-        note = (
-            "Shown: only the last evaluation: earlier ones are not stored for so many clients; "
-            "clients 0 to 499 of 1000"
-        )
-        assert weights.locator(".note").inner_text().startswith(note)
+        note = weights.locator(".note").inner_text()
+        assert note.startswith("Shown: only the last evaluation: earlier ones are not stored for so many cl")
+        assert "; clients 0 to 499 of 1000" in note
 
 
 def test_a_long_run_of_many_clients_stays_small(browser: Browser, tmp_path: Path) -> None:
@@ -314,15 +290,11 @@ def test_a_long_run_of_many_clients_stays_small(browser: Browser, tmp_path: Path
         assert page.locator("input[type=range]").get_attribute("max") == "34"
 
 
-def test_a_constant_without_bounds_is_drawn(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_constant_line_is_drawn(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unbounded = Diagnostic("coefficient", ("client",), "Coefficient", "")
     monkeypatch.setattr(METHODS["fedafk"], "diagnostics", (unbounded,))
-    shares = np.full((3, 4), 0.5)
-    folder = make_run(
-        tmp_path / "fedafk", rising(3, 4), ["method.name=fedafk"], of_method={"coefficient": shares}
-    )
+    more = {"of_method": {"coefficient": np.full((3, 4), 0.5)}}
+    folder = make_run(tmp_path / "fedafk", rising(3, 4), ["method.name=fedafk"], **more)
     with drawn(browser, written(folder), *KINDS) as page:
         # a line of some length, off the frame: the axis has a height
         lines = page.locator("[data-chart=picture] svg[role] path[fill=none]")
@@ -340,37 +312,29 @@ def test_no_tick_label_is_cut_off(browser: Browser, tmp_path: Path) -> None:
         )
         assert outside == []
         assert "1,000" in page.locator("[data-chart=accuracy] svg[role]").inner_html()
-
-
-def test_a_few_rounds_have_a_label_each(browser: Browser, tmp_path: Path) -> None:
-    path = written(make_run(tmp_path / "run", rising(2, 2)))
-    with drawn(browser, path, *NO_PICTURE, width=800) as page:
+    # a few rounds have a label each
+    with drawn(browser, written(make_run(tmp_path / "few", rising(2, 2))), *NO_PICTURE, width=800) as page:
         labels = page.locator("[data-chart=accuracy] svg[role] text").all_text_contents()
-        rounds = labels[: labels.index("round")]
-        assert rounds[-2:] == ["1", "2"]
+        assert labels[: labels.index("round")][-2:] == ["1", "2"]
 
 
 def test_clusters_of_one_colour_differ(page: Page) -> None:
     assert page.evaluate("new Set(palette(true).slice(0, 3 * NUM_COLOURS).map(String)).size") == 21
 
 
-def test_captions_mention_bands_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
-    two = make_run(tmp_path / "two", rising(2, 3), ["method.name=fedavg"])
-    one = make_run(tmp_path / "one", rising(1, 3), ["method.name=fedavg"])
-    for folders, has in (([two], True), ([one], False), ([two, one], True)):
-        with opened_page(browser, written(*folders)) as opened:
-            assert ("Bands:" in caption(opened.page, "accuracy")) is has
-            assert bool(opened.page.locator("[data-chart=accuracy] polygon").count()) is has
-
-
-def test_captions_mention_dots_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
-    few = make_run(tmp_path / "few", rising(1, 3), ["method.name=fedavg"])
-    many = make_run(tmp_path / "many", rising(1, 201), ["method.name=fedavg", "data.per_client=2"])
-    for folders, shown in (
-        ([few, few], "Each dot is a client; the box"),
-        ([few, many], "Each dot is a client, of runs with at most 200; the box"),
-        ([many, many], "The box"),
+def test_captions_mention_bands_and_dots_only_if_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    made = {
+        name: make_run(tmp_path / name, rising(*shape), ["method.name=fedavg", "data.per_client=2"])
+        for name, shape in {"two": (2, 3), "one": (1, 3), "many": (1, 201)}.items()
+    }
+    for names, kind, text, mark, is_drawn in (
+        ("two", "accuracy", "Bands:", "polygon", True),
+        ("one", "accuracy", "Bands:", "polygon", False),
+        ("two one", "accuracy", "Bands:", "polygon", True),
+        ("one one", "distribution", "Each dot is a client; the box", "circle", True),
+        ("one many", "distribution", "Each dot is a client, of runs with at most 200;", "circle", True),
+        ("many many", "distribution", "Each dot", "circle", False),
     ):
-        with opened_page(browser, written(*folders)) as opened:
-            assert shown in caption(opened.page, "distribution")
-            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in shown)
+        with opened_page(browser, written(*[made[name] for name in names.split()])) as opened:
+            assert (text in caption(opened.page, kind)) is is_drawn
+            assert bool(opened.page.locator(f"[data-chart={kind}] {mark}").count()) is is_drawn

@@ -130,9 +130,7 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     assert "accuracy_unseen" not in other_run["curves"]
 
 
-def test_metrics_are_means_over_clients_that_have_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_means_over_clients_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unseen = np.full((2, 2), 0.5)
     whole = make_run(tmp_path / "pfedla", rising(2, 4), unseen=unseen, added=metrics_of_runs(6))
     plain = make_run(tmp_path / "fedavg", rising(2, 4), ["method.name=fedavg"])
@@ -169,9 +167,7 @@ def test_the_newest_weights_are_shown_if_there_are_too_many(tmp_path: Path) -> N
     assert alpha["names"]["layer"] == LAYERS
 
 
-def test_a_page_shows_several_runs_or_all_of_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_shows_runs_or_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table"
     for seed in (0, 1):
         for method in ("fedavg", "local"):
@@ -221,13 +217,9 @@ def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest
 
 
 OWN = '''"""FedAvg that remembers how often it met each client."""
-
 import torch
-
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.diagnostics import Diagnostic
-
-
 class Counting(FedAvg):
     diagnostics = (
         Diagnostic(
@@ -239,10 +231,8 @@ class Counting(FedAvg):
             of_server=lambda method, server: server["counts"],
         ),
     )
-
     def server_state(self):
         return super().server_state() | {"counts": torch.zeros(self.context.num_clients)}
-
     def aggregate(self, server, cohort, up):
         super().aggregate(server, cohort, up)
         server["counts"][list(cohort.clients)] += 1
@@ -279,64 +269,56 @@ def codes(picture: Any) -> list[int]:
     return list(base64.b64decode(picture["codes"]))
 
 
-AXES = ("client", "path")
+def packed(values: np.ndarray, *axes: str, size: int = 100, **how: Any) -> Any:
+    """Return a picture of values [evaluations, ...] in so many bytes."""
+    diagnostic = Diagnostic("a", axes, "", "", **how)
+    (picture,) = packed_pictures([Recorded(diagnostic, values, np.arange(len(values)))], size)
+    return picture
 
 
 def test_a_line_for_each_client_has_the_numbers_themselves() -> None:
-    one = Diagnostic("a", ("client",), "", "", low=0, high=1)
     values = np.array([[0.5, 0.4981], [0.5006, np.nan], [0.5093, 0.5]])
-    (packed,) = packed_pictures([Recorded(one, values, np.arange(3))], 100)
-    assert packed["lines"] == [[0.5, 0.5006, 0.5093], [0.4981, None, 0.5]]
-    assert (packed["note"], "codes" in packed) == ("", False)
+    picture = packed(values, "client", low=0, high=1)
+    assert picture["lines"] == [[0.5, 0.5006, 0.5093], [0.4981, None, 0.5]]
+    assert (picture["note"], "codes" in picture) == ("", False)
     # too many for lines: a matrix in colours
-    (packed,) = packed_pictures([Recorded(one, np.repeat(values, 20, axis=1), np.arange(3))], 1000)
-    assert len(codes(packed)) == 3 * 40
-    assert "lines" not in packed
+    picture = packed(np.repeat(values, 20, axis=1), "client", size=1000, low=0, high=1)
+    assert len(codes(picture)) == 3 * 40
+    assert "lines" not in picture
 
 
 def test_values_are_coded_as_bytes_between_the_bounds() -> None:
-    values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
-    one = Recorded(Diagnostic("a", AXES, "", "", low=0), values.reshape(2, 2, 2), rounds)
-    (packed,) = packed_pictures([one], 100)
+    values = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]).reshape(2, 2, 2)
+    picture = packed(values, "client", "path", low=0)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
-    assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
-    assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
+    assert codes(picture) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
+    assert (picture["low"], picture["high"], picture["rounds"]) == (0, 2, [0, 1])
     # a declared bound holds unless values are beyond it
-    wide = Diagnostic("a", AXES, "", "", low=-2, high=1)
-    (packed,) = packed_pictures([Recorded(wide, values.reshape(2, 2, 2), rounds)], 100)
-    assert (packed["low"], packed["high"]) == (-2, 2)
-    names = np.array([[0, 3, -1]])
-    cluster = Diagnostic("a", ("client",), "", "", is_name=True)
-    (packed,) = packed_pictures([Recorded(cluster, names, rounds[:1])], 100)
-    assert codes(packed) == [0, 3, UNKNOWN]
+    wide = packed(values, "client", "path", low=-2, high=1)
+    assert (wide["low"], wide["high"]) == (-2, 2)
+    assert codes(packed(np.array([[0, 3, -1]]), "client", is_name=True)) == [0, 3, UNKNOWN]
 
 
 def test_the_page_names_the_step_of_values_only_if_they_are_rounded() -> None:
-    def note(values: list[float]) -> str:
-        one = Recorded(Diagnostic("a", ("client",), "", ""), np.array([values]), np.zeros(1, int))
-        return str(packed_pictures([one], 100)[0]["note"])
-
-    assert note([0, 1, 1, np.nan]) == ""
-    assert note([0.5, 0.5]) == ""
-    assert note([0, 1, 0.3]) == "values in 254 steps of 0.0039"
+    for exact in ([0, 1, 1, np.nan], [0.5, 0.5]):
+        assert packed(np.array([exact]), "client")["note"] == ""
+    assert packed(np.array([[0, 1, 0.3]]), "client")["note"] == "values in 254 steps of 0.0039"
 
 
 def test_evaluations_are_thinned_before_clients_and_the_page_reports_it() -> None:
-    large, small = np.zeros((9, 4, 2, 4)), np.zeros((9, 4))
-    axes = ("client", "layer", "client")
-    rounds = np.arange(9)
+    large, axes, rounds = np.zeros((9, 4, 2, 4)), ("client", "layer", "client"), np.arange(9)
     pictures = [
         Recorded(Diagnostic("a", axes, "", ""), large, rounds),
-        Recorded(Diagnostic("b", ("client",), "", ""), small, rounds),
+        Recorded(Diagnostic("b", ("client",), "", ""), np.zeros((9, 4)), rounds),
     ]
     first, second = packed_pictures(pictures, 36 + 3 * 32)
     assert (first["rounds"], second["rounds"]) == ([0, 4, 8], list(range(9)))
     assert first["note"] == "3 of 9 evaluations"
-    (packed,) = packed_pictures(pictures[:1], 31)
-    assert (packed["shape"], packed["rounds"]) == ((2, 2, 2), [0, 4, 8])
-    assert packed["note"] == "clients 0 to 1 of 4; 3 of 9 evaluations"
-    (packed,) = packed_pictures(pictures[:1], 32)
-    assert (packed["shape"], packed["rounds"]) == ((4, 2, 4), [8])
+    picture = packed(large, *axes, size=31)
+    assert (picture["shape"], picture["rounds"]) == ((2, 2, 2), [0, 4, 8])
+    assert picture["note"] == "clients 0 to 1 of 4; 3 of 9 evaluations"
+    picture = packed(large, *axes, size=32)
+    assert (picture["shape"], picture["rounds"]) == ((4, 2, 4), [8])
 
 
 def test_thinning_keeps_both_ends_and_even_distances() -> None:

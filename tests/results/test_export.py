@@ -10,20 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bits
 import numpy as np
 import pytest
 import torch
-from bits import (
-    MEETS_ALL_SOON,
-    method_settings,
-    raw_tests,
-    read_csv,
-    refused,
-    right,
-    right_of_run,
-    run_here,
-    tiny_settings,
-)
+from bits import raw_tests, refused, right, right_of_run, run_here
 from processes import files_up_to, run_tree
 
 import hpcfl
@@ -45,7 +36,7 @@ class Place:
         """Return the run of a case of tests/bits.py: three rounds, four of seven clients, with BatchNorm."""
         folder = self.folder / (name or case)
         if not folder.exists():
-            settings = [*tiny_settings(self.digits), *MEETS_ALL_SOON, *method_settings(case)]
+            settings = [*bits.tiny_settings(self.digits), *bits.MEETS_ALL_SOON, *bits.method_settings(case)]
             if any(word.startswith("model.path=") for word in more):
                 settings = [word for word in settings if not word.startswith("model.")]
             assert run_here(folder, [*settings, "train.participation=0.6", *more]) == FINISHED
@@ -113,10 +104,8 @@ def test_the_recipe_is_written_beside_the_tensors_and_inside_them(place: Place, 
     with safetensors.safe_open(tmp_path / "client2.safetensors", "pt") as file:
         metadata = file.metadata()
         assert all(torch.equal(file.get_tensor(name), weights[name]) for name in weights)
-    plain = {
-        key: value if isinstance(recipe[key], str) else json.loads(value) for key, value in metadata.items()
-    }
-    assert plain == recipe
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in recipe.items()}
+    assert metadata == texts
     assert torch.equal(weights["weights"], run.models.saved(2)["weights"])
 
 
@@ -144,32 +133,28 @@ def test_a_method_has_a_global_model_or_refuses_to_export_it(place: Place) -> No
     assert torch.equal(torch.cat([t.flatten() for t in without.model("global").values()]), theta)
 
 
-def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -> None:
+def test_predict_writes_labels_and_probabilities(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = place.run("fedmn")
     x, y = raw_tests(run)[5]
-    images = tmp_path / "images.npz"
+    images, out = tmp_path / "images.npz", tmp_path / "p.csv"
     np.savez(images, x=x.transpose(0, 2, 3, 1))
-    command = ["predict", str(run.path), "--client", "5", str(images), "--out"]
+    command = ["predict", str(run.path), "--client", "5", str(images), "--out", str(out)]
     expected = run.predict(5, x)
     assert right(expected, y) == right_of_run(run)[5]
-    assert main([*command, str(tmp_path / "p.csv")]) == FINISHED
-    rows = read_csv(tmp_path / "p.csv")
+    assert main(command) == FINISHED
+    rows = bits.read_csv(out)
     assert list(rows[0]) == ["label", *(f"probability_{n}" for n in range(10))]
     assert np.array_equal([[float(row[f"probability_{n}"]) for n in range(10)] for row in rows], expected)
     assert [int(row["label"]) for row in rows] == expected.argmax(axis=1).tolist()
-
-
-def test_samples_without_probabilities_are_refused(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = place.run("fedavg")
-    x = raw_tests(run)[0][0].astype(np.float32)
+    # a sample without probabilities
+    out.unlink()
     x[1] = 3e38
-    images, out = tmp_path / "images.npz", tmp_path / "p.csv"
     np.savez(images, x=x)
-    assert main(["predict", str(run.path), "--client", "1", str(images), "--out", str(out)]) == BAD_INPUT
-    expected = f"hpcfl: error: the model of --client 1 has no probabilities (nan) for 1 of {len(x)} samples: "
-    assert capsys.readouterr().err.startswith(expected)
+    assert main(command) == BAD_INPUT
+    error = f"hpcfl: error: the model of --client 5 has no probabilities (nan) for 1 of {len(x)} samples: "
+    assert capsys.readouterr().err.startswith(error)
     assert not out.exists()
 
 
@@ -213,53 +198,34 @@ def test_a_method_with_its_own_prediction_rule_is_exported(
 
 
 OWN_MODEL = '''"""A network with its own layer."""
-
 import math
 from collections import OrderedDict
-
 import torch
 from torch import nn
-
 from hpcfl.models.networks import Model, Network, NetworkOptions
-
-
 class Scaled(nn.Linear):
     def __init__(self, inputs):
         super().__init__(inputs, 8)
         self.scale = nn.Parameter(torch.ones(8))
-
     def forward(self, x):
         return torch.tanh(super().forward(x)) * self.scale
-
-
 class Own(Model):
     options = NetworkOptions
-
     def build(self, sample, num_classes, options):
         body = OrderedDict(flatten=nn.Flatten(), scaled=Scaled(math.prod(sample.shape)))
         return Network(body, OrderedDict(fc=nn.Linear(8, num_classes)))
-
-
 OWN = Own("a network with a layer of its own")
 '''
 
 OWN_METHOD = '''"""FedAvg that predicts by a rule of its own."""
-
 import torch
-
 from hpcfl.methods.fedavg import FedAvg
-
-
 class OwnRule(FedAvg):
-    name = "own_rule"
-    summary = "FedAvg whose probabilities are sharpened"
     traits = FedAvg.traits.replace(predicts_by="rule")
-
     def eval_model(self, clients, down):
         model = super().eval_model(clients, down)
         model.per_client["sharpness"] = torch.full((len(clients), 1), 2.0)
         return model
-
     def predict(self, clients, model, position, x):
         power = model["sharpness"][position] if "sharpness" in model else 2.0
         sharp = super().predict(clients, model, position, x) ** power
@@ -286,22 +252,15 @@ def test_only_tensors_are_exported_of_a_network_that_torch_cannot_export(
     assert run.network(0).load_state_dict(torch.load(files[0], weights_only=True))
 
 
-@pytest.fixture
-def unfinished(place: Place, tmp_path: Path) -> Path:
-    """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
-    folder = tmp_path / "unfinished"
-    settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
-    assert run_here(folder, settings) == FINISHED
-    # the last checkpoint lost, as of a run that is stopped before
-    (folder / "checkpoint.h5").unlink()
-    (folder / "clients.csv").unlink()
-    return folder
-
-
 def test_an_unfinished_run_has_no_personalised_models(
-    unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = tmp_path / "images.npz"
+    unfinished, images = tmp_path / "unfinished", tmp_path / "images.npz"
+    settings = [*bits.tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
+    assert run_here(unfinished, settings) == FINISHED
+    # the last checkpoint lost, as of a run that is stopped before
+    (unfinished / "checkpoint.h5").unlink()
+    (unfinished / "clients.csv").unlink()
     np.savez(images, x=np.zeros((1, 7, 7), np.float32))
     why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
     for words, out in ((["export", unfinished], "out"), (["predict", unfinished, images], "out.csv")):
@@ -330,9 +289,7 @@ def test_a_finished_run_without_its_checkpoint_says_what_to_copy(
     assert f"{folder} has no checkpoint.h5, which has the models; copy it from where the run was made" in line
 
 
-def test_damaged_files_are_named_with_their_line(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_lines_are_named(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = place.run("fedavg").path
     other = place.run("local").path
 
@@ -374,24 +331,7 @@ def test_a_client_that_is_not_in_the_run_is_refused(place: Place) -> None:
         assert run.model(client).keys() == run.model(3).keys()  # type: ignore[arg-type]
 
 
-def test_a_run_names_the_version_of_its_own_code_that_it_needs(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    method = tmp_path / "own_rule.py"
-    method.write_text(OWN_METHOD)
-    run = place.run("fedavg", "method.name=own_rule", f"method.path={method}", name="moved").path
-    method.rename(tmp_path / "there.py")
-    made_with = f"{run / 'config.yaml'}: method.path={method}"
-    gone = refused(capsys, "report", run, "--out", tmp_path / "page.html")
-    assert f"{made_with}: No such file or directory; give a Python file" in gone
-    method.write_text(OWN_METHOD + "\n")
-    changed = refused(capsys, "compare", run, place.run("local").path)
-    assert f"{made_with} is not the file of this configuration: its code is " in changed
-
-
-def test_a_full_disk_is_reported_in_one_line(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_reported(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place.run("fedavg").path
     for kind in KINDS:
         with files_up_to(500):
@@ -400,9 +340,7 @@ def test_a_full_disk_is_reported_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_reported_in_one_line(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_reported(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place.run("fedavg").path
     images = tmp_path / "images.npz"
 
@@ -427,19 +365,15 @@ def test_mistakes_are_reported_in_one_line(
     for expected, wrong in (
         ("x has shape [2, 1, 8, 8]; allowed: [n, 7, 7, 1] with layout NHWC", np.zeros((2, 1, 8, 8))),
         ("x has shape [0, 7, 7]", x[:0, 0]),
-        ("x has shape [7]", np.zeros(7)),
         ("x has type uint8; allowed: float", x.astype(np.uint8)),
-        ("x has type int64; allowed", x.astype(np.int64)),
         ("not finite", np.full((1, 7, 7), np.nan)),
     ):
         assert expected in predict(x=wrong)
     assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]
-    assert refused(capsys, *words).endswith(
-        "cannot be read as an npz file; write it with numpy.savez(FILE, x=x) "
-        "(BadZipFile: File is not a zip file)"
-    )
+    expected = "cannot be read as an npz file; write it with numpy.savez(FILE, x=x) (BadZipFile: File is not"
+    assert expected in refused(capsys, *words)
     before = (run / "clients.csv").read_bytes()
     assert "is in a run folder" in refused(capsys, *words, "--out", run / "clients.csv")
     assert (run / "clients.csv").read_bytes() == before

@@ -87,9 +87,8 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("mean", "bounds", "seeds", "word", "text"),
-    [
+def test_the_verdict_follows_from_seeds_and_interval(folder: Folder) -> None:
+    for mean, bounds, seeds, word, text in (
         (0.034, (0.022, 0.046), 3, "shown", "+3.4 [+2.2, +4.6]"),
         (0.034, (0.022, 0.046), 2, "seen", "+3.4 [+2.2, +4.6]"),
         (0.01, (-0.011, 0.031), 3, "seen", "+1.0 [-1.1, +3.1]"),
@@ -97,14 +96,10 @@ def folder(tmp_path: Path) -> Folder:
         (-0.01, (-0.031, 0.011), 3, "not shown", "-1.0 [-3.1, +1.1]"),
         (-0.03, (-0.04, -0.02), 2, "not shown", "-3.0 [-4.0, -2.0]"),
         (-0.03, (-0.04, -0.02), 3, "refuted", "-3.0 [-4.0, -2.0]"),
-    ],
-)
-def test_the_verdict_follows_from_seeds_and_interval(
-    folder: Folder, mean: float, bounds: tuple[float, ...], seeds: int, word: str, text: str
-) -> None:
-    folder.result("full.csv", "ours", *[0.6] * seeds)
-    folder.write("full_differences.csv", difference(mean, *bounds, seeds=seeds))
-    assert folder.words() == [("few", word, text), ("many", "not run", "")]
+    ):
+        folder.result("full.csv", "ours", *[0.6] * seeds)
+        folder.write("full_differences.csv", difference(mean, *bounds, seeds=seeds))
+        assert folder.words() == [("few", word, text), ("many", "not run", "")]
 
 
 def test_a_pair_that_the_table_compares_the_other_way_round_changes_its_sign(folder: Folder) -> None:
@@ -205,9 +200,7 @@ def test_the_verdict_names_seeds_of_one_partition(folder: Folder) -> None:
         assert folder.words()[0] == ("few", "shown", f"+3.0 [+2.0, +4.0]{ending}")
 
 
-def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_each_cell_and_the_reason(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.result("full.csv", "ours", 0.6, 0.62)
     folder.write("full_differences.csv", difference(0.01, seeds=2))
     reason = "    reason: too few rounds\n    evidence: full.csv\n"

@@ -90,8 +90,6 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
 @pytest.fixture
 def png_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare a test the same picture as PDF."""
-    from hpcfl.tables import drawing
-
     monkeypatch.delitem(drawing.WITHOUT_CLOCK_AND_VERSION, "pdf")
 
 
@@ -166,8 +164,6 @@ def toy(words: list[str], whole: Path) -> dict[str, Figure]:
 
 def drawn(words: list[str], folder: Path, file: str = "two.yaml") -> dict[str, Figure]:
     """Return the pictures of a file's figure by name, of the cells in a folder."""
-    from hpcfl.tables import drawing
-
     table = Table(Path(words[0]).with_name(file), words[1:], folder)
     found = drawing.draw(table, read_results(table), read_histories(table))
     return {name: picture for name, picture in found if picture is not None}
@@ -219,6 +215,12 @@ def test_the_matrix_of_one_client_shows_its_layers(toy: dict[str, Figure], whole
     assert [tick.get_text() for tick in first.get_yticklabels()] == ["fc2", "conv1"]
     assert (first.get_title(), second.get_title()) == ("gamma = 0.9", "gamma = 0.5")
     assert "gamma = 0.5: round 3, seed 0" in texts(toy["figure_b"])
+    # the same of a matrix of clients by layers
+    of_clients, _ = panels(toy["figure_g"])
+    retained = history(f"{whole / SLUGS[0]}-s0", "retained_rounds")[-1]
+    assert not np.array_equal(retained[:, 5], retained[:, 0])
+    assert np.array_equal(np.asarray(of_clients.images[0].get_array()), retained[:, [5, 0]])
+    assert [tick.get_text() for tick in of_clients.get_xticklabels()] == ["fc2", "conv1"]
 
 
 UNKNOWN = """
@@ -243,14 +245,6 @@ def test_unknown_values_have_no_effect_on_the_colours(words: list[str], tmp_path
     assert panels(log)[0].images[0].get_clim() == (1, 10)
     part = [np.array([[np.nan, -5.0], [3.0, 40.0]])]
     assert drawing._ends(HeatMaps(draw="heat_maps", quantity="alpha"), part) == (-5, 40)
-
-
-def test_a_matrix_of_clients_by_layers_shows_the_named_layers(toy: dict[str, Figure], whole: Path) -> None:
-    first, _ = panels(toy["figure_g"])
-    retained = history(f"{whole / SLUGS[0]}-s0", "retained_rounds")[-1]
-    assert not np.array_equal(retained[:, 5], retained[:, 0])
-    assert np.array_equal(np.asarray(first.images[0].get_array()), retained[:, [5, 0]])
-    assert [tick.get_text() for tick in first.get_xticklabels()] == ["fc2", "conv1"]
 
 
 @pytest.mark.usefixtures("png_alone")
@@ -292,9 +286,7 @@ def test_curves_are_accuracies_over_rounds(toy: dict[str, Figure], whole: Path) 
     scored = "scored after download: HeurpFedLA, k = 2; after training: Local"
     assert scored in texts(toy["figure_c"])
     assert "bands: from the lowest to the highest seed" in texts(toy["figure_c"])
-
-
-def test_rows_of_one_colour_differ_in_line_mark_and_hatch() -> None:
+    # rows of one colour differ in line, mark and hatch
     looks = [drawing._look(number) for number in range(64)]
     for form in (1, 2, 3):
         assert len({(look[0], look[form]) for look in looks}) == 64
@@ -362,9 +354,7 @@ def test_pictures_are_beside_the_table_and_the_png_is_with_the_results(words: li
     assert not list(results.glob("*.pdf"))
 
 
-def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
-    words: list[str], whole: Path, copied: Path
-) -> None:
+def test_a_user_s_style_changes_no_byte(words: list[str], whole: Path, copied: Path) -> None:
     style = copied / "matplotlibrc"
     style.write_text("font.size: 30\npdf.fonttype: 3\nimage.cmap: jet\naxes.facecolor: red\n")
     for name in FILES:
@@ -469,9 +459,8 @@ def test_a_cell_finished_on_another_machine_has_all_but_diagnostics(
 KNOWN = "with two or more axes of any row's method; allowed: alpha, self_weight, retained_rounds"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_a_mistake_is_reported_with_its_position(tmp_path: Path) -> None:
+    for old, new, expected in (
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
         ("bars}", "pie}", ", figure 5: draw=pie is unknown; allowed: heat_maps, curves, bars, points"),
@@ -480,26 +469,21 @@ KNOWN = "with two or more axes of any row's method; allowed: alpha, self_weight,
         ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
         ("alpha, client: 2", "beta, client: 2", f", figure: quantity=beta is not a diagnostic {KNOWN}"),
         ("{gamma = 0.9: [", "{gamma = 0.8: [", ", figure: layers: unknown column gamma = 0.8; allowed: "),
-    ],
-)
-def test_a_mistake_is_reported_with_its_position(old: str, new: str, expected: str, tmp_path: Path) -> None:
-    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(expected)
+    ):
+        assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_missing_layers_and_clients_are_reported_when_the_figure_is_drawn(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for old, new, expected in (
         ("{gamma = 0.9: [fc2, conv1]}", "[fc3]", "unknown layer fc3; allowed: conv1 | bn1 |"),
         ("client: 4", "client: 7", "client=7 is invalid; give 0 to 6"),
-    ],
-)
-def test_missing_layers_and_clients_are_reported_when_the_figure_is_drawn(
-    words: list[str], copied: Path, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = copied.parent / "toy.yaml"
-    path.write_text(TOY.replace(old, new))
-    line = refused(capsys, "table", path, *words[1:], "--out", copied, "--quiet")
-    assert f"{path}, figure, column gamma = 0.9: {expected}" in line
+    ):
+        path = copied.parent / "toy.yaml"
+        path.write_text(TOY.replace(old, new))
+        line = refused(capsys, "table", path, *words[1:], "--out", copied, "--quiet")
+        assert f"{path}, figure, column gamma = 0.9: {expected}" in line
 
 
 def test_a_file_inherits_a_figure_without_the_columns_that_it_leaves_out(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -22,18 +21,10 @@ import yaml
 from bits import differing, read_csv, refused, run_here, tiny_settings
 from processes import REPOSITORY, Mpirun, files_up_to, forked
 
+from hpcfl import errors
 from hpcfl.commands import table as table_command
 from hpcfl.config.keys import ENVIRONMENT, Config
-from hpcfl.errors import (
-    BAD_INPUT,
-    DIVERGED,
-    FINISHED,
-    OUT_OF_MEMORY,
-    STOPPED,
-    STORAGE_ERROR,
-    ForcedStop,
-    StorageError,
-)
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.storage.lock import FolderLock
@@ -67,12 +58,41 @@ COHORTS = {"fedavg": 7, "heurpfedla-k-2": 4}
 SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
 
 
+class Two:
+    """The words of a table, which are typed and whose output is read."""
+
+    def __init__(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.words, self._capsys = words, capsys
+        self.file, *self.settings = words
+
+    def printed(self) -> tuple[str, str]:
+        """Return what has been printed since the last look."""
+        return self._capsys.readouterr()
+
+    def finish(self, folder: Path, *words: str) -> str:
+        """Run a table to its end in a folder, and return what it prints."""
+        self.printed()
+        assert table(folder, *words) == FINISHED
+        out, err = self.printed()
+        assert err == ""
+        return out
+
+    def refusal(self, folder: Path, *words: str | Path) -> str:
+        """Return the line with which a table is refused in a folder."""
+        return refused(self._capsys, "table", *words, "--out", folder)
+
+
 @pytest.fixture(scope="module")
 def words(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the table and the settings of all its cells."""
     folder = tmp_path_factory.mktemp("words")
     (folder / "two.yaml").write_text(TABLE)
     return [str(folder / "two.yaml"), *tiny_settings(digits)]
+
+
+@pytest.fixture
+def two(words: list[str], capsys: pytest.CaptureFixture[str]) -> Two:
+    return Two(words, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -99,24 +119,9 @@ def table(folder: Path, *words: str) -> int:
     return main(["table", *words, "--out", str(folder)])
 
 
-Finish = Callable[..., str]
-
-
-@pytest.fixture
-def finish(capsys: pytest.CaptureFixture[str]) -> Finish:
-    """Return a function that runs a table to its end in a folder and returns what it prints."""
-
-    def run(folder: Path, *words: str) -> str:
-        capsys.readouterr()
-        assert table(folder, *words) == FINISHED
-        return capsys.readouterr().out
-
-    return run
-
-
-def changed(words: list[str]) -> str:
-    """Return what the title contains of `words`: neither file nor folder of the data, device and page."""
-    return f"with {', '.join(words[4:-2])}"
+def changed(settings: list[str]) -> str:
+    """Return what the title has of settings: neither file nor folder of the data, device and page."""
+    return f"with {', '.join(settings[3:-2])}"
 
 
 def begun(out: str) -> list[int]:
@@ -195,14 +200,12 @@ def test_diagnostics_summarise_the_history_of_methods(whole: Path) -> None:
     assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
 
 
-def test_rows_with_another_number_of_rounds_are_marked(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_with_another_number_of_rounds_are_marked(two: Two, tmp_path: Path) -> None:
     longer = tmp_path / "longer.yaml"
     longer.write_text(TABLE.replace("lr: 0.1}", "lr: 0.1, rounds: 4}"))
-    others = [word for word in words[1:] if word != f"train.rounds={ROUNDS}"]
+    others = [word for word in two.settings if word != f"train.rounds={ROUNDS}"]
     assert table(tmp_path / "out", str(longer), *others, "data.clients=2", "--part", "9/9") == FINISHED
-    lines = capsys.readouterr().out.splitlines()
+    lines = two.printed()[0].splitlines()
     assert [line for line in lines if line.startswith("Seeds 0, 1; rounds 30 or 4; clients 2; ")]
     at = [line.startswith("method ") for line in lines].index(True)
     header, first, second = (re.split(" {2,}", line) for line in lines[at : at + 3])
@@ -224,19 +227,19 @@ compare: [[fedavg, local]]
 """
 
 
-def test_columns_are_run_seed_by_seed(words: list[str], tmp_path: Path, finish: Finish) -> None:
+def test_columns_are_run_seed_by_seed(two: Two, tmp_path: Path) -> None:
     path = tmp_path / "columns.yaml"
     path.write_text(COLUMNS_BY_ROWS)
     options = ["--rounds", "2", "--write-results"]
-    out = finish(tmp_path / "out", str(path), *words[1:], *options)
+    out = two.finish(tmp_path / "out", str(path), *two.settings, *options)
     names = ("fedavg, all", "fedavg, A half!", "local, A half!")
     assert re.findall(r"^cell (\d/6: \w+, .*? seed \d)", out, re.MULTILINE) == [
         f"{number}/6: {name} seed {seed}"
         for number, (seed, name) in enumerate(product((0, 1), names), start=1)
     ]
-    assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(words)})\n" in out
+    assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(two.settings)})\n" in out
     # a table with other settings has files of its own: claims are judged by those without
-    name = Table(path, words[1:], rounds=2).result_name
+    name = Table(path, two.settings, rounds=2).result_name
     assert re.fullmatch("columns-2rounds-[0-9a-f]{8}", name)
     results = tmp_path / "results" / f"{name}.csv"
     assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
@@ -264,11 +267,12 @@ compare: [[fedavg, local]]
 
 
 @pytest.fixture
-def of_two(words: list[str], tmp_path: Path) -> tuple[list[str], list[str]]:
-    """Return the words for a table of two sources, one of which is not here, and those for its file."""
-    (tmp_path / "two.yaml").write_text(OF_TWO_SOURCES)
-    settings = [*words[4:], "train.rounds=1", f"data.root={tmp_path / 'nowhere'}"]
-    return [str(tmp_path / "two.yaml"), *settings], words[1:4]
+def of_two(two: Two, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Two:
+    """Return a table of two sources, of which one is not here."""
+    file = tmp_path / "two.yaml"
+    file.write_text(OF_TWO_SOURCES)
+    settings = [*two.settings[3:], "train.rounds=1", f"data.root={tmp_path / 'nowhere'}"]
+    return Two([str(file), *settings], capsys)
 
 
 def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
@@ -277,35 +281,35 @@ def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
     return {(row["label"], row["column"]): (row["accuracy_seed_0"], row["accuracy_seed_1"]) for row in rows}
 
 
-def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
-) -> None:
+def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(two: Two, tmp_path: Path) -> None:
     path, folder = tmp_path / "columns.yaml", tmp_path / "out"
     path.write_text(COLUMNS_BY_ROWS)
-    own = [str(path), *words[1:], "train.rounds=1"]
-    out = finish(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
+    own = [str(path), *two.settings, "train.rounds=1"]
+    out = two.finish(folder, *own, "--column", "half", "--row", "local", "--part", "2/2")
     assert out.startswith(f"0 of 1 cells are finished, in {folder}\n")
     assert begun(out) == [2]
     assert "\ncell 2/2: local, A half! seed 1\n" in out
-    assert "1 of 2 cells are missing\n" in out
+    assert f"1 of 2 cells are missing\n  local, A half! seed 0, in {folder / 'a-half' / 'local-s0'}\n" in out
     assert out.splitlines()[-1] == PARTS_LEFT
     # a column of which nothing is finished is in the overview only
     assert "\nA half!:\n" in out
     assert "\nall:\n" not in out
     before, files_before = accuracies(folder), files(folder)
     (tmp_path / "results").touch()
-    assert table(folder, *own, "--no-run", "--write-results") == BAD_INPUT
+    # the table is printed before
+    assert table(folder, *own, "--no-run", "--write-results") == errors.BAD_INPUT
     advice = "File exists; make it writable, or copy the table file elsewhere"
-    assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in capsys.readouterr().err
+    assert f"cannot write the table in {tmp_path / 'results'}: {advice}" in two.printed()[1]
     (tmp_path / "results").unlink()
-    out = finish(folder, *own, "--no-run", "--write-results")
+    out = two.finish(folder, *own, "--no-run", "--write-results")
     assert "\ncell " not in out
     assert "missing" in out
     assert files(folder) == files_before
     results = read_csv(tmp_path / "results" / f"{Table(path, own[1:]).result_name}.csv")
     assert [row["seeds"] for row in results] == ["0", "0", "1"]
-    out = finish(folder, *own, "--column", "all", "--write-results")
+    out = two.finish(folder, *own, "--column", "all", "--write-results")
     assert begun(out) == [1, 2]
+    assert "cell 2/2: fedavg, all seed 1  time left 0:00:" in out
     assert "cells are missing" not in out
     found = accuracies(folder)
     assert all(found["fedavg", "all"])
@@ -316,13 +320,13 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     assert [row["seeds"] for row in results] == ["2", "0", "1"]
 
 
-def test_a_column_without_data_is_skipped_and_reported(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, finish: Finish
-) -> None:
-    words, _ = of_two
-    folder = tmp_path / "out"
-    planned = finish(folder, *words, "--plan")
-    run = finish(folder, *words, "--row", "fedavg")
+def test_a_column_without_data_is_skipped_and_reported(of_two: Two, tmp_path: Path) -> None:
+    words, folder = of_two.words, tmp_path / "out"
+    for more in ([], ["--plan"], ["--part", "2/2"]):
+        message = of_two.refusal(folder, *words, "--column", "photos", *more)
+        assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
+    planned = of_two.finish(folder, *words, "--plan")
+    run = of_two.finish(folder, *words, "--row", "fedavg")
     reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
     assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
     assert "4 cells, " in planned
@@ -336,19 +340,8 @@ def test_a_column_without_data_is_skipped_and_reported(
     assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["0", "0"]
 
 
-def test_a_table_without_any_data_is_an_error(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, _ = of_two
-    for more in ([], ["--plan"], ["--part", "2/2"]):
-        message = refused(capsys, "table", *words, "--column", "photos", *more, "--out", tmp_path / "out")
-        assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
-
-
-def test_each_column_names_its_own_data_file(
-    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
-) -> None:
-    words, file = of_two
+def test_each_column_names_its_own_data_file(of_two: Two, digits: Path, tmp_path: Path) -> None:
+    words, file = of_two.words, tiny_settings(digits)[:3]
     folder = tmp_path / "out"
     assert table(folder, *words, *file, "--column", "photos", "--quiet") == FINISHED
     data = yaml.safe_load((folder / "photos-all" / "local-s1" / "config.yaml").read_text())["data"]
@@ -362,7 +355,7 @@ def test_each_column_names_its_own_data_file(
     shutil.rmtree(folder / "photos-all" / "local-s1")
     before = files(folder / "digits-all")
     # a cell that is not finished needs the file again
-    out = finish(folder, *words)
+    out = of_two.finish(folder, *words)
     assert out.startswith("7 of 8 cells are finished")
     assert "photos, all: not run: cifar10 is not in" in out
     assert accuracies(folder)["local", "photos, all"] == (of_photos[0], "")
@@ -372,38 +365,21 @@ def test_each_column_names_its_own_data_file(
     assert [line["seeds"] for line in read_csv(folder / "differences.csv")] == ["2", "2"]
     # another file is another run
     other = [file[0], f"{file[1]}.other", *file[2:]]
-    assert "data.path" in refused(capsys, "table", *words, *other, "--column", "photos", "--out", folder)
+    assert "data.path" in of_two.refusal(folder, *words, *other, "--column", "photos")
 
 
 # Resuming
 
 
-def test_a_part_of_the_table_names_the_missing_cells(
-    words: list[str], tmp_path: Path, finish: Finish
-) -> None:
-    folder = tmp_path / "out"
-    out = finish(folder, *words, "--part", "1/2")
-    assert begun(out) == [1, 3]
-    assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
-    line = "| HeurpFedLA, k = 2 | missing | after download |  |  |  | 0 |  |  |  | train.lr of 0.05, 0.1 |\n"
-    assert line in (folder / "table.md").read_text()
-    assert "2 of 4 cells are missing\n" in out
-    assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
-    assert out.splitlines()[-1] == PARTS_LEFT
-    assert figures(folder)[1]["accuracy_mean"] == ""
-
-
-def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
-    words: list[str], whole: Path, tmp_path: Path, finish: Finish
-) -> None:
+def test_parts_run_at_the_same_time_and_the_table_is_done(two: Two, whole: Path, tmp_path: Path) -> None:
     def start(part: str) -> int:
-        return forked(lambda: table(tmp_path, *words, "--quiet", "--part", part))
+        return forked(lambda: table(tmp_path, *two.words, "--quiet", "--part", part))
 
     children = [start("1/2"), start("2/2")]
     assert [os.waitpid(child, 0)[1] for child in children] == [FINISHED] * 2
     before = files(tmp_path)
-    out = finish(tmp_path, *words)
-    title = f"# Two methods on digits ({changed(words)})"
+    out = two.finish(tmp_path, *two.words)
+    title = f"# Two methods on digits ({changed(two.settings)})"
     assert out.startswith(f"4 of 4 cells are finished, in {tmp_path}\n\n{title}\n\nSeeds 0, 1;")
     assert "cell 1/4" not in out
     assert "missing" not in out
@@ -413,97 +389,80 @@ def test_parts_run_at_the_same_time_and_the_whole_table_then_does_nothing(
         assert not differing(whole / name, tmp_path / name)
 
 
-def test_a_table_with_a_failed_cell_finishes_the_other_cells(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_with_a_failed_cell_finishes_the_other_cells(two: Two, copied: Path, tmp_path: Path) -> None:
     folder, damaged = copied, copied / "fedavg-s0"
     (damaged / "clients.csv").unlink()
     (damaged / "checkpoint.h5").write_bytes(b"half a file")
     (damaged / "checkpoint.prev.h5").unlink(missing_ok=True)
     shutil.rmtree(copied / "heurpfedla-k-2-s1")
-    assert table(folder, *words) == BAD_INPUT
-    out, err = capsys.readouterr()
+    assert table(folder, *two.words) == errors.BAD_INPUT
+    out, err = two.printed()
     assert "1 of 4 cells are missing\n" in out
     assert f"  fedavg seed 0, in {damaged}\n" in out
     assert not list(copied.glob(".*.running"))
     warning, error = err.splitlines()
-    cell = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
+    cell = f"{two.file}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
     assert warning.startswith(f"hpcfl: warning: {cell}")
     assert warning.endswith("; continuing with the other cells")
     assert error.startswith(f"hpcfl: error: {cell}")
     assert [row["seeds"] for row in figures(folder)] == ["1", "2"]
     shutil.rmtree(damaged)
-    assert table(folder, *words, "--quiet") == FINISHED
+    assert table(folder, *two.words, "--quiet") == FINISHED
     assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
 
 
+@pytest.mark.parametrize("begins_at_the_same_moment", [False, True])
 def test_a_cell_that_another_command_runs_is_left_to_it(
-    words: list[str], half: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = half / "fedavg-s0"
-    folder.mkdir()
-    note = half / f".{folder.name}.running"
-    note.write_text("running")
-    with FolderLock(folder):
-        assert table(half, *words) == FINISHED
-        assert note.exists()
-    out, err = capsys.readouterr()
-    assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
-    assert "cell 4/4: HeurpFedLA, k = 2 seed 1\n" in re.sub("  time left.*", "", out)
-    assert "1 of 4 cells are missing\n" in out
-    assert not err
-    assert table(half, *words, "--quiet") == FINISHED
-    assert [row["seeds"] for row in figures(half)] == ["2", "2"]
-
-
-def test_a_cell_that_another_command_begins_at_the_same_moment_is_left_to_it(
-    words: list[str], half: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two: Two, half: Path, monkeypatch: pytest.MonkeyPatch, begins_at_the_same_moment: bool
 ) -> None:
     folder, locks, run = half / "fedavg-s0", [], table_command.run
+    note = half / f".{folder.name}.running"
+
+    def begin() -> None:
+        folder.mkdir()
+        note.write_text("running")
+        locks.append(FolderLock(folder))
 
     def beaten(config: Config, cell: Path, *more: Any, **options: Any) -> Any:
         if cell == folder:
-            folder.mkdir()
-            locks.append(FolderLock(folder))
+            begin()
         return run(config, cell, *more, **options)
 
-    monkeypatch.setattr(table_command, "run", beaten)
-    assert table(half, *words) == FINISHED
-    out, err = capsys.readouterr()
-    assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
-    assert "1 of 4 cells are missing\n" in out
-    assert not err
+    if begins_at_the_same_moment:
+        monkeypatch.setattr(table_command, "run", beaten)
+    else:
+        begin()
+    out = two.finish(half, *two.words)
+    assert note.exists()
     locks[0].release()
+    monkeypatch.undo()
+    assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
+    assert "cell 4/4: HeurpFedLA, k = 2 seed 1\n" in re.sub("  time left.*", "", out)
+    assert "1 of 4 cells are missing\n" in out
+    assert table(half, *two.words, "--quiet") == FINISHED
+    assert [row["seeds"] for row in figures(half)] == ["2", "2"]
 
 
-@pytest.mark.parametrize("text", ["", "client,accuracy\n0,0.5\n"])
-def test_a_cell_with_a_damaged_file_writes_it_again(
-    words: list[str], copied: Path, finish: Finish, text: str
-) -> None:
+@pytest.mark.parametrize(("text", "line"), [("", 2), ("client,accuracy\n0,0.5\n", 1)])
+def test_a_damaged_file_is_written_again_or_named(two: Two, copied: Path, text: str, line: int) -> None:
     file = copied / "fedavg-s0" / "clients.csv"
-    before = file.read_bytes()
+    whole = file.read_bytes()
     file.write_text(text)
-    assert "missing" not in finish(copied, *words)
-    assert file.read_bytes() == before
-
-
-def test_a_damaged_file_is_named_where_nothing_writes_it_again(
-    words: list[str], copied: Path, finish: Finish, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = copied / "fedavg-s0" / "clients.csv"
-    file.write_text("")
-    assert main(["table", *words, "--out", str(copied), "--no-run"]) == FINISHED
-    assert f"{file}, line 2: damaged; restore the file" in capsys.readouterr().out
-    error = refused(capsys, "table", *words, "--out", copied, "--no-run", "--write-results", "--quiet")
-    assert f"no results are written: {file}, line 2: damaged; restore the file" in error
+    damage = f"{file}, line {line}: damaged; restore the file"
+    assert damage in two.finish(copied, *two.words, "--no-run")
+    error = two.refusal(copied, *two.words, "--no-run", "--write-results", "--quiet")
+    assert f"no results are written: {damage}" in error
+    assert "missing" not in two.finish(copied, *two.words)
+    assert file.read_bytes() == whole
+    file.write_text(text)
     (copied / "fedavg-s0" / "checkpoint.h5").unlink()
     (copied / "fedavg-s0" / "checkpoint.prev.h5").unlink(missing_ok=True)
-    error = refused(capsys, "table", *words, "--out", copied)
-    assert f"{file}, line 2: damaged; restore the file" in error
+    before = files(copied)
+    error = two.refusal(copied, *two.words)
+    assert damage in error
     assert "rerun the run's command with --fresh" in error
-    assert not file.read_text()
-    assert "missing" not in finish(copied, *words, "--fresh")
-    assert file.read_text()
+    assert files(copied) == before
+    assert "missing" not in two.finish(copied, *two.words, "--fresh")
 
 
 def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Path) -> None:
@@ -519,33 +478,11 @@ def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Pa
     assert "earlier" not in (copied / "diagnostics.csv").read_text()
 
 
-@pytest.mark.parametrize("more", [[], ["--plan"]])
-def test_settings_of_a_late_row_are_checked_before_the_first_cell(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
-    last = "  - {label: last, clients: {sampling: power_of_choice, candidates: 1}}\n"
-    (tmp_path / "t.yaml").write_text(TABLE + last)
-    error = refused(capsys, "table", tmp_path / "t.yaml", *words[1:], *more, "--out", tmp_path / "out")
-    assert "row 3 (last), seed 0: clients.candidates=1 are too few" in error
-    assert not (tmp_path / "out" / "fedavg-s0").exists()
-
-
-def test_a_row_is_not_called_as_another_method_than_it_runs(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "conf.yaml").write_text("method: {name: fedavg}\n")
-    (tmp_path / "t.yaml").write_text("title: x\nseeds: [0]\nconfig: conf.yaml\nrows: [{train: {lr: 0.05}}]\n")
-    error = refused(capsys, "table", tmp_path / "t.yaml", *words[1:], "--out", tmp_path / "out")
-    assert "row 1 (pfedla): it runs method.name=fedavg, and is called pfedla; give it a" in error
-
-
-def test_a_full_disk_is_named_when_the_table_is_written(
-    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_named_when_the_table_is_written(two: Two, copied: Path) -> None:
     before = files(copied)
     with files_up_to(0):
-        assert table(copied, *words) == STORAGE_ERROR
-    error = capsys.readouterr().err
+        assert table(copied, *two.words) == errors.STORAGE_ERROR
+    error = two.printed()[1]
     assert f"cannot write the table in {copied}: File too large; free space on the disk" in error
     assert "rerun the same command" in error
     assert files(copied) == before
@@ -554,7 +491,7 @@ def test_a_full_disk_is_named_when_the_table_is_written(
 def test_a_cell_that_has_diverged_is_marked(words: list[str], copied: Path, tmp_path: Path) -> None:
     changed = tmp_path / "two.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 1.0e+9}"))
-    assert table(copied, str(changed), *words[1:], "--fresh", "--seeds", "0", "--quiet") == DIVERGED
+    assert table(copied, str(changed), *words[1:], "--fresh", "--seeds", "0", "--quiet") == errors.DIVERGED
     assert "| HeurpFedLA, k = 2 | diverged | " in (copied / "table.md").read_text()
     assert table(copied, *words, "--fresh", "--quiet") == FINISHED
     assert "diverged" not in (copied / "table.md").read_text()
@@ -569,12 +506,10 @@ def raising(monkeypatch: pytest.MonkeyPatch, fault: BaseException) -> None:
     monkeypatch.setattr(METHODS["fedavg"], "aggregate", raise_it)
 
 
-def test_a_table_with_a_cell_out_of_memory_finishes_the_other_cells(
-    words: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_without_memory_leaves_others(two: Two, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, MemoryError())
-    assert table(half, *words) == OUT_OF_MEMORY
-    out, err = capsys.readouterr()
+    assert table(half, *two.words) == errors.OUT_OF_MEMORY
+    out, err = two.printed()
     assert begun(out) == [1, 4]
     assert "1 of 4 cells are missing\n" in out
     assert "is out of memory; try more ranks" in err.splitlines()[-1]
@@ -584,16 +519,14 @@ def test_a_table_with_a_cell_out_of_memory_finishes_the_other_cells(
     ("fault", "order"),
     [
         (RuntimeError("of a mistake of its own"), [4, 1]),
-        (StorageError("the disk is full"), [1, 4]),
-        (ForcedStop(signal.SIGTERM), [1, 4]),
+        (errors.StorageError("the disk is full"), [1, 4]),
+        (errors.ForcedStop(signal.SIGTERM), [1, 4]),
     ],
 )
 def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
-    words: list[str],
+    two: Two,
     half: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    finish: Finish,
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
     order: list[int],
@@ -601,35 +534,29 @@ def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
     monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path))
     with pytest.MonkeyPatch.context() as patch, suppress(SystemExit, RuntimeError):
         raising(patch, fault)
-        table(half, *words)
-    assert begun(capsys.readouterr().out) == [1]
+        table(half, *two.words)
+    assert begun(two.printed()[0]) == [1]
     assert (tmp_path / "cell").read_text() == f"{half / 'fedavg-s0'}\n"
-    assert begun(finish(half, *words)) == order
+    assert begun(two.finish(half, *two.words)) == order
     assert not list(half.glob(".*.running"))
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
 
 
 def test_a_table_stopped_after_any_round_is_resumed(
-    words: list[str],
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    two: Two, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    codes = [table(tmp_path, *words, "--seeds", "0") for _ in range(ROUNDS * 2)]
+    codes = [table(tmp_path, *two.words, "--seeds", "0") for _ in range(ROUNDS * 2)]
     assert codes == [STOPPED] * (ROUNDS * 2 - 1) + [FINISHED]
     assert list(figures(tmp_path)[0])[-1] == "accuracy_seed_0"
-    out = capsys.readouterr().out
+    out = two.printed()[0]
     assert out.count("stopped early with a checkpoint; resume with\n") == codes.count(STOPPED)
     for name in ("fedavg-s0", "heurpfedla-k-2-s0"):
         assert not differing(whole / name, tmp_path / name)
 
 
-def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path, finish: Finish
-) -> None:
+def test_a_signal_stops_not_only_the_cell(two: Two, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
 
     def look(number: int, frame: FrameType | None) -> None:
@@ -640,13 +567,13 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
     previous = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
-        assert table(folder, *words) == STOPPED
+        assert table(folder, *two.words) == STOPPED
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
     # the cell that was stopped is gone on with first
-    assert begun(finish(folder, *words)) == [2, 3, 4]
+    assert begun(two.finish(folder, *two.words)) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
@@ -664,60 +591,55 @@ def test_cells_that_lack_their_last_files_are_resumed(words: list[str], whole: P
     assert before.items() <= files(copied).items()
 
 
-def test_a_table_with_more_rounds_is_resumed_and_quiet_prints_nothing(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert table(copied, *words, "train.rounds=4", "--quiet") == FINISHED
-    assert tuple(capsys.readouterr()) == ("", "")
+def test_more_rounds_are_resumed_and_quiet_prints_nothing(two: Two, copied: Path, tmp_path: Path) -> None:
+    assert table(copied, *two.words, "train.rounds=4", "--quiet") == FINISHED
+    assert tuple(two.printed()) == ("", "")
     assert [row["rounds"] for row in figures(copied)] == ["4", "4"]
-    alone = [*words[1:], "run.eval_every=2", *ALONE["fedavg-s0"], "train.rounds=4"]
+    alone = [*two.settings, "run.eval_every=2", *ALONE["fedavg-s0"], "train.rounds=4"]
     assert run_here(tmp_path / "alone", alone) == FINISHED
     assert not differing(tmp_path / "alone", copied / "fedavg-s0")
 
 
-def test_cells_of_other_settings_are_refused_and_fresh_restarts_only_these(
-    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finish: Finish
-) -> None:
+def test_cells_of_other_settings_are_refused_or_made_anew(two: Two, copied: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
     before = files(copied)
+    shown = two.finish(copied, *two.words, "train.rounds=1", "--no-run")
+    assert shown.count("where a run has other settings (train.rounds: 3 there, 1 here)") == 4
     for part in ("1/2", "2/2"):
-        message = refused(capsys, "table", str(changed), *words[1:], "--part", part, "--out", copied)
+        message = two.refusal(copied, changed, *two.settings, "--part", part)
         assert f"{changed}, row 2 (HeurpFedLA, k = 2), seed 0: {copied}" in message
         assert "(train.lr: 0.1 there, 0.2 here)" in message
         assert "--fresh" in message
     assert files(copied) == before
     lr = "train.lr: 0.1 there, 0.2 here"
     other = f"2 cells hold runs of other settings (HeurpFedLA, k = 2: {lr}): --fresh starts these over."
-    assert other in " ".join(finish(copied, str(changed), *words[1:], "--plan").split())
-    shown = finish(copied, str(changed), *words[1:], "--no-run")
+    assert other in " ".join(two.finish(copied, str(changed), *two.settings, "--plan").split())
+    shown = two.finish(copied, str(changed), *two.settings, "--no-run")
     assert f"k-2-s1, where a run has other settings ({lr})" in shown
-    assert finish(copied, str(changed), *words[1:], "--fresh").startswith("2 of 4 cells are finished")
+    assert two.finish(copied, str(changed), *two.settings, "--fresh").startswith("2 of 4 cells are finished")
     after = files(copied)
     assert {name: what for name, what in before.items() if name.startswith("fedavg")}.items() <= after.items()
     olds = sorted(path.name for path in copied.glob("*.old*"))
     assert olds == ["heurpfedla-k-2-s0.old1", "heurpfedla-k-2-s1.old1"]
     old, new = (copied / name / "checkpoint.h5" for name in (olds[0], "heurpfedla-k-2-s0"))
     assert old.read_bytes() == before["heurpfedla-k-2-s0/checkpoint.h5"][0] != new.read_bytes()
-    assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
+    assert table(copied, str(changed), *two.settings, "--fresh") == FINISHED
     assert files(copied) == after
 
 
-def test_cells_with_more_rounds_are_named(words: list[str], copied: Path, finish: Finish) -> None:
-    shown = finish(copied, *words, "train.rounds=1", "--no-run")
-    assert shown.count("where a run has other settings (train.rounds: 3 there, 1 here)") == 4
-
-
-def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, finish: Finish) -> None:
+def test_metrics_are_added_to_finished_cells(two: Two, copied: Path) -> None:
     before = files(copied)
-    assert finish(copied, *words, "run.metrics=true").startswith("0 of 4 cells are finished")
+    assert two.finish(copied, *two.words, "run.metrics=true").startswith("0 of 4 cells are finished")
     assert len([*copied.glob("*/confusion.csv")]) == 4
     after = files(copied)
     assert all(after[name] == what for name, what in before.items() if name.endswith("checkpoint.h5"))
-    assert finish(copied, *words, "run.metrics=true").startswith("4 of 4 cells are finished")
+    assert two.finish(copied, *two.words, "run.metrics=true").startswith("4 of 4 cells are finished")
 
 
 # Mistakes
+
+FEW_CANDIDATES = "clients: {sampling: power_of_choice, candidates: 1}"
 
 
 @pytest.mark.parametrize(
@@ -735,17 +657,17 @@ def test_metrics_are_added_to_finished_cells(words: list[str], copied: Path, fin
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
         ("rows:\n", "rows:\n  - fedprox\n", "row fedprox is a name alone, which chooses"),
+        ("tuned: train.lr of 0.05, 0.1", FEW_CANDIDATES, "k = 2), seed 0: clients.candidates=1 are too few"),
     ],
 )
-def test_a_mistake_in_the_file_is_reported_before_the_first_run(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, expected: str
-) -> None:
+def test_a_mistake_in_a_file_is_refused(two: Two, tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert TABLE.count(old) == 1
     path = tmp_path / "mistaken.yaml"
     path.write_text(TABLE.replace(old, new))
-    message = refused(capsys, "table", str(path), *words[1:], "--out", tmp_path / "out")
-    assert str(path) in message
-    assert expected in message
+    for more in ([], ["--plan"]):
+        message = two.refusal(tmp_path / "out", path, *two.settings, *more)
+        assert str(path) in message
+        assert expected in message
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -764,27 +686,21 @@ def test_a_mistake_in_the_file_is_reported_before_the_first_run(
         (["--plan", "data.clients=99999"], "row 1 (fedavg), seed 0: "),
     ],
 )
-def test_a_mistake_on_the_command_line_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
-) -> None:
-    assert expected in refused(capsys, "table", *words, *more, "--out", tmp_path / "out")
+def test_a_mistake_in_a_command_is_refused(two: Two, tmp_path: Path, more: list[str], expected: str) -> None:
+    assert expected in two.refusal(tmp_path / "out", *two.words, *more)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = {"train.lr=1": "give a table file, such as ", "none.yaml": "none.yaml: No such file"}
-    for word, message in expected.items():
-        assert message in refused(capsys, "table", word, "--out", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+def test_a_table_file_is_needed(two: Two, tmp_path: Path) -> None:
+    assert "give a table file, such as " in two.refusal(tmp_path / "out", "train.lr=1")
+    assert "none.yaml: No such file" in two.refusal(tmp_path / "out", "none.yaml")
 
 
-def test_a_cell_folder_of_something_else_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_folder_of_something_else_is_refused(two: Two, tmp_path: Path) -> None:
     (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
     (tmp_path / "out" / "fedavg-s1" / "draft.txt").write_text("Dear")
     for fresh in ([], ["--fresh"]):
-        message = refused(capsys, "table", *words, *fresh, "--out", tmp_path / "out")
+        message = two.refusal(tmp_path / "out", *two.words, *fresh)
         assert "exists but is not a run folder" in message
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["fedavg-s1"]
 
@@ -792,10 +708,16 @@ def test_a_cell_folder_of_something_else_is_refused(
 # Under mpirun
 
 
-def test_ranks_make_the_same_table(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
-    done = mpirun(3, "-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out")
+def test_ranks_stop_resume_and_make_the_same_table(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
+) -> None:
+    command = ["-m", "hpcfl.main", "table", *words, "--out", str(tmp_path / "out")]
+    stopped = mpirun(3, *command, check=False, env={"SLURM_JOB_END_TIME": str(int(time.time()))})
+    assert stopped.returncode == STOPPED
+    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 3 hpcfl table ")
+    done = mpirun(3, *command)
     assert done.stderr == ""
-    assert done.stdout.count(f"\n# Two methods on digits ({changed(words)})\n") == 1
+    assert done.stdout.count(f"\n# Two methods on digits ({changed(words[1:])})\n") == 1
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
@@ -817,7 +739,7 @@ def test_three_ranks_print_a_plan_and_a_refusal_once(
     done = mpirun(3, program, json.dumps(commands), cwd=tmp_path / "codes")
     for rank in range(3):
         codes = json.loads((tmp_path / "codes" / f"codes{rank}.json").read_text())
-        assert codes == [FINISHED, BAD_INPUT, BAD_INPUT]
+        assert codes == [FINISHED, errors.BAD_INPUT, errors.BAD_INPUT]
     planned = [line.split()[:3] for line in done.stdout.splitlines()]
     assert [line for line in planned if line[:1] == ["fedavg"]] == [["fedavg", "2", "2"]]
     of_other, of_chain = done.stderr.splitlines()
@@ -825,12 +747,3 @@ def test_three_ranks_print_a_plan_and_a_refusal_once(
     assert "row 2 (HeurpFedLA, k = 2), seed 0: method.order=chain trains a round's clients one" in of_chain
     assert files(whole) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.yaml", "codes"]
-
-
-def test_ranks_stop_and_resume(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
-    command = ["-m", "hpcfl.main", "table", *words, "--part", "1/4", "--out", str(tmp_path / "out")]
-    stopped = mpirun(2, *command, check=False, env={"SLURM_JOB_END_TIME": str(int(time.time()))})
-    assert stopped.returncode == STOPPED
-    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 hpcfl table ")
-    assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
-    assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
