@@ -374,6 +374,10 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"method": dict}, "is not a method; give a name, or a class derived from Method"),
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),
+        (
+            {"dataset": [{"image": 1, "label": 2}]},
+            "a sample is a dictionary; give a sequence of (image, label)",
+        ),
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
         ({"dataset": [(torch.zeros(1, 8, 8), 0.5)]}, "integer; give labels as integers from 0 on"),
         ({"dataset": [(torch.zeros(8, 8, 3), 0)] * 4}, "the shape [8, 8, 3], with channels last; give"),

@@ -84,7 +84,9 @@ def test_fednova_converges_to_the_minimum_of_the_objective() -> None:
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["fednova", "elastic", "scaffold method.global_lr=4", "pfedme method.beta=4"])
+@pytest.mark.parametrize(
+    "name", ["fednova", "elastic", "scaffold method.global_lr=4", "pfedme method.beta=4"]
+)
 def test_a_download_that_is_rounded_moves_no_model_if_no_client_does(name: str) -> None:
     """The first download rounds the model, as with FedAvg; no later step makes more of it."""
     still = ("train.rounds=6", "train.lr=1e-12", "comm.codec=int8", "clients.local_epochs=[1,8]")
