@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.config.key_errors import OF_PYTHON
 from hpcfl.config.keys import OWN_KEYS, Config, flatten
 from hpcfl.config.load import allow_named
-from hpcfl.config.own_code import add_class, allow_files, check_options, is_class
+from hpcfl.config.own_code import add_class, allow_files, check_options, class_code, digest
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
@@ -137,7 +136,7 @@ def _config(
     dataset: Any,
     own_code: str | Path | Sequence[str | Path],
 ) -> Config:
-    allow_files("own_code", own_code)
+    allow_files(own_code)
     given = [_keys(setting) for setting in settings]
     if method is not None:
         given.append({"method.name": method if isinstance(method, str) else _add_method(method)})
@@ -180,11 +179,11 @@ def _add_method(method: type[Method]) -> str:
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"method={method!r} is not a method; give a name, or a class derived from Method")
     key = REGISTRIES.method.own_key
-    if METHODS.get(getattr(method, "name", "")) is method and not is_class(key, method.name):
+    if METHODS.get(getattr(method, "name", "")) is method and not class_code(key, method.name):
         return method.name
     check_options(f"method={method.__name__}", "method", method.Params, Params)
     complete(method, method.__name__.lower(), f"the class {method.__name__}")
-    if method.name in METHODS and not is_class(key, method.name):
+    if method.name in METHODS and not class_code(key, method.name):
         raise UserError(
             f"{method.__name__} has the name of a method of hpcfl, {method.name}; set {method.__name__}.name "
             "to another"
@@ -218,7 +217,6 @@ def _add_source(dataset: Any) -> str:
         raise UserError(f"dataset: {error}; give labels as integers from 0 on") from error
     arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
     kind = f"{arrays.x.dtype} {arrays.x.shape}".encode()
-    digest = hashlib.sha256(kind + arrays.x.tobytes() + arrays.y.tobytes()).hexdigest()[:8]
-    name = f"{OF_PYTHON}{digest}"
+    name = f"{OF_PYTHON}{digest(kind + arrays.x.tobytes() + arrays.y.tobytes())[:8]}"
     SOURCES[name] = Source(f"{len(y)} samples given to hpcfl.run", read=lambda _: arrays)
     return name

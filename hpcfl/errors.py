@@ -83,7 +83,7 @@ class StorageError(Exception):
 class RankTimeoutError(Exception):
     """Other ranks sent no heartbeat for `run.timeout` seconds; this ends all ranks."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[int] = FAULT
 
 
 MAX_CHARACTERS = 2000
@@ -94,11 +94,10 @@ def printable(text: str) -> str:
     """Return a text in which characters that could control the terminal are escaped."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if one.isprintable() or category(one) == "Zs" else _escaped(one) for one in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return "".join(
+        one if one.isprintable() or category(one) == "Zs" else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 def for_terminal(error: Exception | str) -> str:

@@ -126,9 +126,8 @@ def epsilon_after(privacy: PrivacyConfig, share: float, times: int) -> float:
 
     With `privacy.unit=client` these are rounds, and the participation.
     """
-    _, rdp = accounting_library()
     divergences = times * _divergences(privacy.noise, share)
-    return float(rdp.compute_epsilon(ORDERS, divergences, privacy.delta_in_use)[0])
+    return float(accounting_library().rdp.compute_epsilon(ORDERS, divergences, privacy.delta_in_use)[0])
 
 
 def epsilon_of_samples(privacy: PrivacyConfig, shares: Sequence[float], steps: Sequence[int]) -> float:
@@ -148,20 +147,19 @@ def epsilon_of_samples(privacy: PrivacyConfig, shares: Sequence[float], steps: S
 @cache
 def _divergences(noise: float, share: float) -> Any:
     """Return the Renyi divergences of one noised sum [ORDERS]: a tenth of a second for each new share."""
-    library, rdp = accounting_library()
+    library = accounting_library()
     mechanism = library.GaussianDpEvent(noise)
     event = mechanism if share == 1 else library.PoissonSampledDpEvent(share, mechanism)
-    return rdp.RdpAccountant(ORDERS).compose(event).rdp
+    return library.rdp.RdpAccountant(ORDERS).compose(event).rdp
 
 
-def accounting_library() -> tuple[Any, Any]:
-    """Return dp-accounting and its Renyi accountant; UserError if the package is not installed."""
+def accounting_library() -> Any:
+    """Return the package dp-accounting; UserError if it is not installed."""
     try:
-        import dp_accounting
-        from dp_accounting import rdp
+        import dp_accounting.rdp
     except ImportError as error:
         raise UserError(
             f"privacy.unit needs the package dp-accounting ({one_line(error)}); install it with: "
             'pip install -e ".[privacy]"'
         ) from error
-    return dp_accounting, rdp
+    return dp_accounting

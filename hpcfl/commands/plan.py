@@ -139,14 +139,7 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], num_c
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
     texts = texts_of_clients(config, arrays, parts)
-    header = [
-        "client",
-        *texts,
-        *map(str, range(arrays.num_classes)),
-        "train",
-        "val",
-        "test",
-    ]
+    header = ["client", *texts, *map(str, range(arrays.num_classes)), "train", "val", "test"]
     names = [f"{'unseen ' if client >= num_clients else ''}{client}" for client in range(len(parts))]
     rows = [
         [name, *(of[client] for of in texts.values()), *(str(count or ".") for count in row)]

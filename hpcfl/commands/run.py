@@ -97,8 +97,8 @@ def run(
         if folder is not None:
             log = folder.log
             logged.show_by(lambda text: log(f"warning: {text}"))
-        for text in folder.notes if folder else ():
-            (folder.log if folder and is_cell else progress.say)(text)
+            for text in folder.notes:
+                (log if is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)
         outcome = simulation.run()
         # no heartbeats while the server writes the page: no rank waits for it

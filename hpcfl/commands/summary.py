@@ -10,8 +10,6 @@ from hpcfl.simulation.divergence import named
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
 
-FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
-
 
 def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterator[str]:
     """Yield lines on a run that has no round left: how it ended, and its figures."""
@@ -47,6 +45,6 @@ def summary(outcome: Outcome, ledger: Ledger, privacy: PrivacyConfig) -> Iterato
         "bytes down, up": f"{down}, {up}",
         **({"statistics, indices": ", ".join(map(readable_bytes, others))} if any(others) else {}),
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
-        "results": FILES,
+        "results": "metrics.csv, clients.csv, bytes.csv, checkpoint.h5",
     }.items():
         yield f"{name:<26}{value}"

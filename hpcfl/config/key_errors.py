@@ -202,8 +202,8 @@ def nearest_key(key: str, known: Collection[str]) -> str:
     return difflib.get_close_matches(key, by_word[words[0]], n=1, cutoff=0)[0] if words else ""
 
 
-def allowed(field: FieldInfo, of_method: Any = None) -> str:
-    """Say what a key may be: its type, bounds and default, which the method may change."""
+def allowed(field: FieldInfo, of_method: Any) -> str:
+    """Say what a key may be: its type, bounds and default, that `of_method` if it is not None."""
     value = field.default if of_method is None else of_method
     default = "" if field.is_required() else f" (default: {shown(value)})"
     return f"allowed: {kind_in_words(field)}{default}"

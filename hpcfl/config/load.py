@@ -29,7 +29,7 @@ from hpcfl.config.keys import (
     flatten,
     recorded_name,
 )
-from hpcfl.config.own_code import allow, class_code, is_class, is_own
+from hpcfl.config.own_code import allow, class_code, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
@@ -73,7 +73,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}
     _check_names(tree, given, kinds, registries)
     made: dict[str, Any] = {
-        group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in kinds.items()
+        group: _validate(group, kind, given[group], of_method.get(group, {})) for group, kind in kinds.items()
     }
     for group in choices:
         made[group] = Chosen(names[group], made[group], files[group])
@@ -170,7 +170,7 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
                 f"{group}.{name_key}={name} is a {kind} in your own file; also give "
                 f"{registry.own_key}=FILE.py"
             )
-        if not is_class(registry.own_key, str(name)):
+        if (digest := class_code(registry.own_key, str(name))) is None:
             if "code" in given and name not in registry.known:
                 raise UserError(
                     f"{group}.{name_key}={name} is a class that a script gave to hpcfl.run; call it again "
@@ -179,7 +179,7 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
             return {}
         # that of the class at hand: whoever resumes a run compares it with the recorded one
         given.pop("code", None)
-        return class_code(registry.own_key, str(name))
+        return {"code": digest}
     own, code = registry.add_own(str(path), given.pop("code", None))
     if recorded_name(str(given.get(name_key, own))) != recorded_name(own):
         raise UserError(
@@ -326,12 +326,12 @@ def _mapping(group: str, value: Any) -> dict[str, Any]:
 
 
 def _validate(
-    group: str, kind: type[Group], values: Mapping[str, Any], of_method: Mapping[str, Any] | None = None
+    group: str, kind: type[Group], values: Mapping[str, Any], of_method: Mapping[str, Any]
 ) -> Group:
     """Return the keys of a group as an object of their class; `of_method`: defaults that a method changes."""
 
     def rule(key: str) -> str:
-        return allowed(kind.model_fields[key], (of_method or {}).get(key))
+        return allowed(kind.model_fields[key], of_method.get(key))
 
     for key, value in values.items():
         annotation = kind.model_fields[key].annotation

@@ -131,21 +131,15 @@ def _compiled(code: types.CodeType) -> tuple[list[str], set[str]]:
     return texts, is_set
 
 
-def is_class(key: str, name: str) -> bool:
-    """Return whether a caller of this process has given a class of this name."""
-    return (key, name) in _classes
-
-
-def class_code(key: str, name: str) -> dict[str, str]:
-    """Return the digest of such a class as the key `code`, if there is one."""
-    return {"code": _classes[key, name]} if (key, name) in _classes else {}
+def class_code(key: str, name: str) -> str | None:
+    """Return the digest of the class of this name that a caller of this process has given; None without."""
+    return _classes.get((key, name))
 
 
 def code_in_use(key: str, name: str, kind: type) -> str | None:
     """Return the digest of the caller's class or file that a name means now, None if it is hpcfl's."""
-    if is_class(key, name):
-        return _classes[key, name]
-    return kind.__module__.rpartition("_")[2] if kind.__module__.startswith(OWN_MODULE) else None
+    of_file = kind.__module__.rpartition("_")[2] if kind.__module__.startswith(OWN_MODULE) else None
+    return class_code(key, name) or of_file
 
 
 def is_own(key: str, name: str) -> bool:
@@ -258,10 +252,10 @@ def allow(key: str, path: str) -> None:
     _allowed.add(hashlib.sha256(_read(key, path)).digest())
 
 
-def allow_files(key: str, paths: str | Path | Sequence[str | Path]) -> None:
-    """Allow this process to run a file, or several; see `allow`."""
+def allow_files(paths: str | Path | Sequence[str | Path]) -> None:
+    """Allow this process to run the file, or several, of an argument `own_code`; see `allow`."""
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        allow(key, str(path))
+        allow("own_code", str(path))
 
 
 def _read(key: str, path: str) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 
+from hpcfl.config.own_code import digest
 from hpcfl.data.arrays import Arrays
 
 OF_DIGITS = (0.3053,), (0.3760,)
@@ -52,7 +52,7 @@ def texts_of_topics() -> list[str]:
 
 def digest_of_topics() -> str:
     """Return 16 hexadecimal digits of the help texts, which differ between versions of Python."""
-    return hashlib.sha256("\0".join(texts_of_topics()).encode()).hexdigest()[:16]
+    return digest("\0".join(texts_of_topics()).encode())
 
 
 def topics_by_client() -> Arrays:

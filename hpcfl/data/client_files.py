@@ -56,10 +56,11 @@ def read_leaf(path: str) -> Arrays:
         raise UserError(f"data.path={path}: has a folder {there[0]} but no folder {absent}; {_MAKE_LEAF}")
     parts = [_read_leaf_files(folder, part, path) for part in there or ["."]]
     writers = sorted(set().union(*parts))
-    for part, writer in ((part, writer) for part in range(len(parts)) for writer in writers):
-        if writer not in parts[part]:
+    # without a split, all writers are in the only part
+    for name, part in zip(there, parts, strict=False):
+        if lacking := [writer for writer in writers if writer not in part]:
             raise UserError(
-                f"data.path={path}: writer {writer} has no samples in {there[part]}; "
+                f"data.path={path}: writer {lacking[0]} has no samples in {name}; "
                 "split by samples, not by writers: LEAF's preprocess.sh -t sample"
             )
     x, y, owner, is_test = _pooled([part.pop(writer) for writer in writers for part in parts], len(parts))

@@ -47,19 +47,15 @@ def read_domains(path: str, layout: str | None, image_size: int | None) -> Array
     if files and folders:
         raise UserError(f"{where}: has npz files and folders; {_LAYOUTS}, not both")
     classes = _classes(folders, where) if folders else None
-    domains = sorted(files or folders, key=lambda entry: entry.stem if files else entry.name)
-    names = tuple(entry.stem if files else entry.name for entry in domains)
+    domains = {entry.stem if files else entry.name: entry for entry in files or folders}
+    names = tuple(sorted(domains))
     for name in names:
         if not name.isprintable():
             raise UserError(f"{where}: the name of a domain, {name!r}, is not printable; rename it")
     images, labels = [], []
-    for entry in domains:
-        if classes is None:
-            x, y = _read_file(entry, layout)
-            images.append([x])
-        else:
-            of_files, y = _read_folder(entry, classes)
-            images.append(of_files)
+    for name in names:
+        x, y = _read_file(domains[name], layout) if classes is None else _read_folder(domains[name], classes)
+        images.append(x)
         labels.append(y)
     whole = _alike(images, names, image_size, where)
     domain = np.repeat(np.arange(len(names), dtype=np.int64), [len(y) for y in labels])
@@ -67,8 +63,8 @@ def read_domains(path: str, layout: str | None, image_size: int | None) -> Array
     return replace(arrays, num_classes=len(classes) if classes else arrays.num_classes, domains=names)
 
 
-def _read_file(file: Path, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return x [n, C, H, W] and y [n] of one domain's npz file."""
+def _read_file(file: Path, layout: str | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return one domain's images, [n, C, H, W] in one piece, and their labels [n]."""
     where = f"data.path={file}"
     x, y, others = read_npz(str(file), layout)
     if others:
@@ -80,7 +76,7 @@ def _read_file(file: Path, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(
             f"{where}: x has shape {x.shape}; domains are of images, [n, height, width, channels]"
         )
-    return as_pixels(x, where), as_labels(y, where, len(x))
+    return [as_pixels(x, where)], as_labels(y, where, len(x))
 
 
 def _classes(folders: Sequence[Path], where: str) -> list[str]:
@@ -101,7 +97,7 @@ def _classes(folders: Sequence[Path], where: str) -> list[str]:
 
 
 def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return one domain's images, each uint8 [1, C, H, W], and their labels."""
+    """Return one domain's images, each uint8 [1, C, H, W], and their labels [n]."""
     images, labels, others = [], [], list[Path]()
     for label, name in enumerate(classes):
         for file in sorted((folder / name).iterdir()):

@@ -224,10 +224,8 @@ def _cut(labels: IntArray, client_sizes: IntArray, num_classes: int) -> IntArray
 
 def _consecutive_groups(num_labels: int, num_groups: int) -> IntArray:
     """Number the groups of consecutive labels, the larger ones last (FedEM's iid_divide): int64 [labels]."""
-    small, num_large = divmod(num_labels, num_groups)
-    sizes = np.full(num_groups, small)
-    sizes[num_groups - num_large :] += 1
-    return np.repeat(np.arange(num_groups), sizes)
+    larger_first = [len(group) for group in np.array_split(np.arange(num_labels), num_groups)]
+    return np.repeat(np.arange(num_groups), larger_first[::-1])
 
 
 def _coarse_classes(num_classes: int, coarse_classes: int | None) -> IntArray:

@@ -61,7 +61,7 @@ class Shift:
         """Return the angle of a group in degrees, counter-clockwise."""
         if self.turns_fully:
             return 360 * group / self.groups
-        return self.strength * (2 * group / max(1, self.groups - 1) - 1) if self.groups > 1 else 0.0
+        return self.strength * (2 * group / (self.groups - 1) - 1) if self.groups > 1 else 0.0
 
     def _coloured(self, x: Tensor, group: int) -> Tensor:
         """Multiply each channel by a factor; of grey images, change contrast and brightness."""

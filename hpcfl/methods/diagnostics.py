@@ -66,6 +66,8 @@ class Diagnostic:
             raise ValueError(
                 f"diagnostic {self.name!r} has the axis {unknown[0]!r}; allowed: {', '.join(AXES)}"
             )
+        if len(self.axes) > 2 and self.axes[1:-1] != ("layer",):
+            raise ValueError(f"diagnostic {self.name!r}: the second of its axes {self.axes} must be 'layer'")
 
     def fits(self, num_clients: int, num_layers: int, limit: int) -> bool:
         """Return whether computed values may be recorded: matrices of pairs of clients have a limit."""

@@ -138,8 +138,7 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
         if batches > 1:
             rounds = _prepared(config, arrays, parts, batches, folder / "second", at_exit)
             done = rounds.done()
-        found = rounds.measure(done)
-        return replace(found, wall_s=time.monotonic() - began_s)
+        return rounds.measure(done, began_s)
 
 
 def missing_gpu(run: RunConfig, measured: DryRun) -> str:
@@ -228,8 +227,11 @@ class _Rounds(Simulation):
         """Do some rounds like the last of the run."""
         return [self._measured_round() for _ in range(ROUNDS)]
 
-    def measure(self, rounds: Sequence[_Round]) -> DryRun:
-        """Measure an evaluation, an adaptation, and the last checkpoint; `rounds` are measured already."""
+    def measure(self, rounds: Sequence[_Round], began_s: float) -> DryRun:
+        """Measure an evaluation, an adaptation, and the last checkpoint.
+
+        `rounds` are measured already; the dry run began at `began_s`.
+        """
         last, size, fastest = self._train.rounds - 1, len(self._members), _fastest(rounds)
         send_s, sent = self._sent(last)
         chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
@@ -241,7 +243,7 @@ class _Rounds(Simulation):
         kept = self._federation.kept_by_codec()
         row = self._federation.adapter.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
         return DryRun(
-            wall_s=0.0,
+            wall_s=time.monotonic() - began_s,
             device=self._federation.worker_context.device.type,
             batch_s=fastest.train_s / sum(self._batches),
             sum_s=fastest.sum_s / size,

@@ -74,8 +74,7 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
     """Return the content of the page of some runs.
 
     Raises:
-        UserError: a run has no evaluation yet or is damaged, the axes of a picture are not those of its
-            values, or runs are scored on different splits.
+        UserError: a run has no evaluation yet or is damaged, or runs are scored on different splits.
     """
     for run in runs:
         if not run.metrics:
@@ -116,9 +115,9 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         for diagnostic in METHODS[config.method.name].diagnostics
         if (found := run.recorded(diagnostic.name))
     ]
-    by_layer = [one for one in pictures if "layer" in one.diagnostic.axes]
-    sizes = [one.values.shape[1 + one.diagnostic.axes.index("layer")] for one in by_layer]
-    layers = run.layers(max(sizes, default=0))
+    # [E, client, layer, ...]
+    num_layers = [one.values.shape[2] for one in pictures if "layer" in one.diagnostic.axes]
+    layers = run.layers(max(num_layers, default=0))
     packed = packed_pictures(pictures, PICTURE_BYTES // num_runs)
     for one, shown in zip(pictures, packed, strict=True):
         entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
@@ -169,12 +168,12 @@ def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> l
 
     All but those of unseen clients are of the clients in training; `clients` are those after `clients_round`.
     """
-    best, last, privacy, diverged = run.best, run.last, run.config.privacy, _times_diverged(run)
+    best, last, privacy = run.best, run.last, run.config.privacy
     found = _accuracies(run, clients.get("accuracy", np.empty(0)), clients_round)
     found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
-    if diverged:
+    if diverged := last.get("diverged"):
         remark = "clients with nan or infinity, round by round"
-        found.append(_figure("Diverged", str(diverged), diverged, remark))
+        found.append(_figure("Diverged", f"{diverged:.0f}", diverged, remark))
     if LOST in last:
         lost = last[LOST]
         found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
@@ -235,14 +234,9 @@ def _accuracies(run: Run, accuracies: np.ndarray, clients_round: int) -> list[Js
     return found
 
 
-def _times_diverged(run: Run) -> int:
-    """Return how often a client had nan or infinite numbers in a round."""
-    return int(run.metrics["diverged"][-1]) if "diverged" in run.metrics else 0
-
-
 def _warnings(run: Run) -> list[str]:
     """Return warnings about the run: which clients diverged."""
-    diverged = _times_diverged(run)
+    diverged = run.last.get("diverged")
     if not diverged:
         return []
     clients = np.flatnonzero(run.diverged).tolist()
@@ -334,15 +328,13 @@ def _layer_bytes(run: Run) -> Json:
     columns = run.bytes
     if not columns:
         return {"layers": []}
-    layers, place = np.unique(columns["layer"], return_inverse=True)
-    first = {name: int(np.argmax(place == number)) for number, name in enumerate(layers.tolist())}
-    is_last = (BUFFERS_LABEL, INDICES_LABEL)
-    order = sorted(range(len(layers)), key=lambda number: (layers[number] in is_last, first[layers[number]]))
-    found: Json = {"layers": layers[order].tolist()}
+    names = list(dict.fromkeys(columns["layer"].tolist()))
+    names.sort(key=lambda name: name in (BUFFERS_LABEL, INDICES_LABEL))
+    found: Json = {"layers": names}
     for direction in DIRECTIONS:
         is_there = columns["direction"] == direction
-        total = np.bincount(place[is_there], columns["bytes"][is_there], minlength=len(layers))
-        found[direction] = total[order].tolist()
+        layers, moved = columns["layer"][is_there], columns["bytes"][is_there]
+        found[direction] = [float(moved[layers == name].sum()) for name in names]
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 
 MAX_LINES = 20
@@ -47,7 +46,7 @@ def base64_of(values: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A picture with its values; UserError if its axes do not fit the values."""
+    """A picture with its values."""
 
     diagnostic: Diagnostic
     values: np.ndarray
@@ -56,17 +55,6 @@ class Recorded:
     """The round of each evaluation [E]."""
     is_newest: bool = False
     """Whether it is only the newest value, because the history has none."""
-
-    def __post_init__(self) -> None:
-        name, axes, shape = self.diagnostic.name, self.diagnostic.axes, self.values.shape[1:]
-        of_clients = {size for axis, size in zip(axes, shape, strict=False) if axis == "client"}
-        is_drawn = len(axes) < 3 or axes[1:-1] == ("layer",)
-        if len(axes) != len(shape) or len(of_clients) != 1 or not is_drawn:
-            raise UserError(
-                f"diagnostic {name!r} cannot be drawn: its values of one evaluation have the shape "
-                f"{list(shape)}, and its axes are ({', '.join(axes)}); give Diagnostic({name!r}) the axes "
-                "of its values"
-            )
 
 
 def packed_pictures(pictures: Sequence[Recorded], max_bytes: int) -> list[Json]:

@@ -156,16 +156,14 @@ class TrainedModels:
         arrays = Arrays(x, labels, data.num_classes, data.scale, data.mean, data.std, vocabulary=vocabulary)
         part = ClientIndices(nothing, nothing, np.arange(len(x)))
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
-        engine = self._engine
-        config, device = self.config, torch.device("cpu")
         worker_context = WorkerContext(
             shard=shard,
             clients=[client],
-            engine=engine,
-            evaluator=engine,
-            train=config.train,
-            seed=config.run.seed,
-            device=device,
+            engine=self._engine,
+            evaluator=self._engine,
+            train=self.config.train,
+            seed=self.config.run.seed,
+            device=torch.device("cpu"),
             state={},
         )
         return ClientGroup(worker_context, [client], self.round)

@@ -71,7 +71,7 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
         UserError: there is no run, it is damaged, or its own code is missing, has changed, or is not allowed
         to run.
     """
-    allow_files("own_code", own_code)
+    allow_files(own_code)
     run = Run(Path(path))
     # report errors of the configuration now
     _ = run.config

@@ -133,13 +133,13 @@ class Difference:
     column: str
     moment: str
     """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
-    seeds: list[int]
-    """Seeds that both rows have finished with data of one file, in which some client has a model of both rows
-    at the moment."""
+    seeds: int
+    """Number of seeds that both rows have finished with data of one file, in which some client has a model of
+    both rows at the moment."""
     partitions: int
     """Number of partitions that these seeds have drawn."""
     paired: PairedDifference | None
-    """None if `seeds` is empty."""
+    """None without a seed."""
 
 
 def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
@@ -155,8 +155,8 @@ def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
 def _difference(pair: Pair, column: str, first: Result, second: Result) -> Difference:
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
-    for seed in [seed for seed in first.runs if seed in second.runs]:
-        if not _same_data(first.runs[seed], second.runs[seed]):
+    for seed, run in first.runs.items():
+        if seed not in second.runs or not _same_data(run, second.runs[seed]):
             continue
         wanted = (first, name), (second, name), (first, "evaluated_samples")
         figures = np.array([row.by_client(seed, column) for row, column in wanted])
@@ -169,7 +169,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
         paired = paired_difference(of_first, of_second, weights if pair.weighted else None)
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
     partitions = num_partitions([first.runs[seed] for seed in by_seed])
-    return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
+    return Difference(pair, column, ", ".join(dict.fromkeys(moments)), len(by_seed), partitions, paired)
 
 
 def _same_data(*runs: Run) -> bool:

@@ -6,6 +6,7 @@ import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,6 @@ class Cell:
         return differences(run.record, tree, but)
 
 
-def _check_label(label: str, method: str) -> None:
-    """Raise UserError for a row that is called as a method, and runs another: its table would be wrong."""
-    if label in METHODS and label != method:
-        raise UserError(f"it runs method.name={method}, and is called {label}; give it a label of its own")
-
-
 class Table:
     """A table file with what the command line adds.
 
@@ -235,21 +230,23 @@ class Table:
     ) -> list[Cell]:
         """Resolve all cells: `overrides` are for those of the chosen columns, `of_all` for the others."""
         cells = []
-        for seed in self.seeds:
-            for column in self.columns:
-                given = overrides if column in self.chosen_columns else of_all
-                for row in self.rows:
-                    if column not in (row.without or ()):
-                        place = self._place(row.label, column)
-                        try:
-                            config = self._config(_tree(layers, row.label, column), given, seed, rounds)
-                            _check_label(row.label, config.method.name)
-                        except UserError as error:
-                            raise UserError(f"{place}: {error}") from error
-                        folder = self.folder / _slug(column) / f"{_slug(row.label)}-s{seed}"
-                        cells.append(Cell(row.label, column, config, folder, f"{place}, seed {seed}"))
-        if not cells:
-            raise UserError(f"{self.path}: every row is left out of every column; drop a `without`")
+        for seed, column, (number, row) in product(self.seeds, self.columns, enumerate(self.rows)):
+            if column in (row.without or ()):
+                continue
+            place = f"{self.path}, {place_of('row', number, row.label)}{_in_column(column)}"
+            given = overrides if column in self.chosen_columns else of_all
+            try:
+                config = self._config(_tree(layers, row.label, column), given, seed, rounds)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from error
+            method = config.method.name
+            if row.label in METHODS and row.label != method:
+                raise UserError(
+                    f"{place}: it runs method.name={method}, and is called {row.label}; give it a label of "
+                    "its own"
+                )
+            folder = self.folder / _slug(column) / f"{_slug(row.label)}-s{seed}"
+            cells.append(Cell(row.label, column, config, folder, f"{place}, seed {seed}"))
         return cells
 
     def _check_not_replaced(self, layers: Sequence[TableFile], changes: Sequence[str]) -> None:
@@ -391,10 +388,6 @@ class Table:
             shrunk.append(f"seeds {_listed(self.seeds)} of {_listed(seeds)}")
         notes = [f"shrunk: {_listed(shrunk)}"] * bool(shrunk) + [f"with {_listed(changes)}"] * bool(changes)
         return f" ({'; '.join(notes)})" if notes else ""
-
-    def _place(self, label: str, column: str) -> str:
-        row = place_of("row", self.labels.index(label), label)
-        return f"{self.path}, {row}{_in_column(column)}"
 
 
 def axes_by_diagnostic(method: str) -> dict[str, tuple[str, ...]]:

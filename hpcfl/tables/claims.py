@@ -355,7 +355,7 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
 def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
     """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds."""
     table = results.table
-    columns = [name for name in table.columns if any(name in (row.published or ()) for row in table.rows)]
+    columns = [name for name in table.columns if any(name in row.published for row in table.rows)]
     same = [results, *(other for other in smaller if other.table.source == table.source)]
     rows = []
     for row in table.rows:
@@ -371,7 +371,7 @@ def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) ->
                 ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
                 ours += f", {seeds}, {results.rounds(line)} rounds"
-            published = (row.published or {}).get(column)
+            published = row.published.get(column)
             cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)
     names = ["accuracy, %" if column == ONLY else column for column in columns]

@@ -42,9 +42,7 @@ def document(table: Table, results: Sequence[Result], compared: Sequence[Differe
 def _without_metrics(table: Table, results: Sequence[Result]) -> list[str]:
     """Say which shown metrics some finished runs do not have, and how to add them."""
     names = [name for name in table.show if name in (*CLIENT_METRICS, "by_class")]
-    if not names:
-        return []
-    lacking = [run for result in results for run in result.runs.values() if not run.confusion]
+    lacking = [run for result in results for run in result.runs.values() if names and not run.confusion]
     if not lacking:
         return []
     gone = sum(not CheckpointStore(run.path).exists for run in lacking)
@@ -105,7 +103,7 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
         beside = over_seeds.mean
         width = half_width(over_clients.mean, over_clients.half_width, digits=1, beside=beside)
         rows.append([*line, width, str(over_clients.count)])
-    is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
+    is_of_one = any(difference.partitions < difference.seeds for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.paired is not None for difference in compared)

@@ -306,13 +306,13 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     before = {column.label: column for column in base.columns}
     if file.columns and file.sweep is not None:
         raise UserError(f"{path}: sweep and columns exclude each other; put sweep into one of the columns")
-    entries = file.columns or [_choice(Column, label) for label in before]
+    swept = [] if file.sweep is None else [Column(sweep=file.sweep)]
     columns: dict[str, Column] = {}
-    for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
+    for number, entry in enumerate(swept or file.columns or [_choice(Column, label) for label in before]):
         place = f"{path}, {place_of('column', number, entry.label)}"
         if entry._is_choice:
             _check_choice(path, entry.label, "column", before, f"{{label: {entry.label}, ...}}")
-        if not entry.label and entry.sweep is None and not entry._is_choice:
+        elif not entry.label and entry.sweep is None:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
         for column in _swept(place, entry):

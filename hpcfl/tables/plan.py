@@ -29,20 +29,20 @@ def methods_of(
     Data are loaded once for cells in a row that share them. Raises UserError, with the cell's place, for what
     cannot be run, and where no chosen column has data.
     """
-    data: object = None
-    arrays, parts = None, None
+    loaded: object = None
     for cell in cells:
         if cell.column in table.not_run:
             continue
-        of_cell = (cell.config.tree()["data"], cell.config.data_seed)
-        if arrays is None or of_cell != data:
-            try:
-                arrays, parts = read_source(cell.config.data), None
-            except UserError as error:
-                table.not_run[cell.column] = str(error)
-                continue
+        data = (cell.config.tree()["data"], cell.config.data_seed)
         try:
-            data, parts = of_cell, parts or partition_samples(cell.config, arrays)
+            if data != loaded:
+                arrays = read_source(cell.config.data)
+        except UserError as error:
+            table.not_run[cell.column] = str(error)
+            continue
+        try:
+            if data != loaded:
+                parts, loaded = partition_samples(cell.config, arrays), data
             method = make_method(cell.config, arrays, parts)
             check_settings_of_data(cell.config, arrays, method)
             check_chain(method, num_workers)

@@ -38,8 +38,7 @@ def write(table: Table) -> str:
     files["table.csv"] = _csv([_line(table, result) for result in results])
     if compared:
         files["differences.csv"] = _csv([_difference_line(table, one) for one in compared])
-    _write_files(table.folder, files)
-    _delete_others(table.folder, ["differences.csv"], files)
+    _write_files(table.folder, files, old=["differences.csv"])
     return as_text(made)
 
 
@@ -62,8 +61,7 @@ def write_from_histories(table: Table) -> dict[str, list[str]]:
             drawn[name] = list(made)
             files |= made
             names += [f"{name}.{ending}" for ending in WITHOUT_CLOCK_AND_VERSION]
-    _write_files(table.folder, files)
-    _delete_others(table.folder, names, files)
+    _write_files(table.folder, files, old=names)
     return drawn
 
 
@@ -96,7 +94,7 @@ def write_results(table: Table) -> list[Path]:
     if 0 < len(lines) <= MAX_CLIENT_LINES:
         files[f"{stem}_clients.csv"] = _csv(lines)
     folder = table.path.parent / "results"
-    _write_files(folder, files, "make it writable, or copy the table file elsewhere")
+    _write_files(folder, files, advice="make it writable, or copy the table file elsewhere")
     return [folder / name for name in files]
 
 
@@ -162,7 +160,7 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
         "weighted": int(difference.pair.weighted),
         "difference": over_seeds and over_seeds.mean,
         **_bounds("over_seeds", over_seeds),
-        "seeds": len(difference.seeds),
+        "seeds": difference.seeds,
         "partitions": difference.partitions,
         **_bounds("over_clients", over_clients),
         "clients_and_seeds": over_clients and over_clients.count,
@@ -177,21 +175,22 @@ def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 
 
-def _delete_others(folder: Path, names: Sequence[str], files: Mapping[str, object]) -> None:
-    """Delete those of a table's files that an earlier state has left, and these do not replace."""
-    for path in (folder / name for name in names if name not in files):
-        if path.is_file():
-            path.unlink(missing_ok=True)
-
-
 def _write_files(
-    folder: Path, files: Mapping[str, str | bytes], advice: str = "name another with --out DIR"
+    folder: Path,
+    files: Mapping[str, str | bytes],
+    old: Sequence[str] = (),
+    advice: str = "name another with --out DIR",
 ) -> None:
-    """Write files by name; UserError where that is not possible, StorageError without room."""
+    """Write files by name, and delete those of the `old` names that these do not replace.
+
+    UserError where that is not possible, StorageError without room.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, content)
+        for name in set(old) - files.keys():
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         problem = f"cannot write the table in {folder}: {error.strerror}"
         if error.errno in NO_ROOM:
