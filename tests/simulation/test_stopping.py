@@ -86,25 +86,26 @@ def test_a_run_needs_its_longest_round_and_checkpoint_and_some_more_to_stop(
 ) -> None:
     assert stopping.notice_s(100, 20) == 1.5 * 120 + 10
     needed: list[tuple[float, float]] = []
-    evaluate, save = Evaluator.evaluate, Saver.save
+    evaluate, save, clock, passed = Evaluator.evaluate, Saver.save, time.monotonic, [0.0]
 
     def slow_evaluation(self: Evaluator, server: State, done: int) -> Evaluation:
-        time.sleep(0.3 if done == 2 else 0)
+        passed[0] += 300 * (done == 2)
         return evaluate(self, server, done)
 
     def slow_save(self: Saver, server: State, done: int, with_models: bool) -> None:
-        time.sleep(0.2 if done == 2 else 0)
+        passed[0] += 200 * (done == 2)
         save(self, server, done, with_models)
 
     def notice_s(round_s: float, save_s: float) -> float:
         needed.append((round_s, save_s))
         return 0.0
 
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
     monkeypatch.setattr(Evaluator, "evaluate", slow_evaluation)
     monkeypatch.setattr(Saver, "save", slow_save)
     monkeypatch.setattr(round_loop, "notice_s", notice_s)
     keys = ["method.name=fedavg", "train.rounds=4", "run.eval_every=1", "run.checkpoint_every=1"]
     assert run_here(tmp_path / "run", [*tiny_settings(digits), *keys]) == FINISHED
     (first, of_first), (second, of_second), (third, of_third) = needed
-    assert of_first == 0 < of_second < 0.2 < of_third
-    assert 0 < first < 0.3 < second == third
+    assert of_first == 0 < of_second < 200 < of_third
+    assert 0 < first < 300 < second == third
