@@ -66,14 +66,11 @@ def cluster_means(
     return found
 
 
-def mean_of(rows: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """Return the weighted mean of rows [...], read one after the other, with weights [n]."""
-    mean: Tensor | None = None
-    for row, weight in zip(rows, _normalised(weights).tolist(), strict=True):
-        mean = torch.zeros_like(row) if mean is None else mean
-        mean.add_(row, alpha=weight)
-    if mean is None:
-        raise ValueError("cannot take the mean of no rows")
+def mean_of(rows: Sequence[Tensor]) -> Tensor:
+    """Return the plain mean of rows [...], at least one, which are not copied."""
+    mean = torch.zeros_like(rows[0])
+    for row in rows:
+        mean.add_(row, alpha=1 / len(rows))
     return mean
 
 

@@ -5,13 +5,12 @@ Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbe
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import pickle
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -117,7 +116,7 @@ class Channel:
             frame = frame.as_sent
             mask = None if frame.layer_mask is None else frame.layer_mask.expand(len(rows), -1)
             decoded = torch.empty_like(rows)
-            for block in self._blocks(rows[0].numel(), len(rows)):
+            for block in self._world.blocks(rows[0].numel(), len(rows)):
                 numbers, part = frame.by_model(rows[block].cpu()), frame[block]
                 coded = coder.decode(coder.encode(numbers, part), part)
                 if mask is not None:
@@ -192,7 +191,7 @@ class Channel:
         codec = codec.for_frame(frame)
         pieces = codec.pieces(frame)
         parts = [[torch.empty(0, dtype=piece.dtype)] for piece in pieces]
-        for block in self._blocks(math.prod(frame.shape), len(placement)):
+        for block in self._world.blocks(math.prod(frame.shape), len(placement)):
             encoded, order = None, placement.in_worker_order(block)
             if rows is not None:
                 encoded = codec.encode(frame.by_model(rows[order].cpu()), frame[order])
@@ -236,9 +235,6 @@ class Channel:
         known[own] = of_rank.received_layers
         return replace(frame, received_layers=known)
 
-    def _blocks(self, row_size: int, num_rows: int) -> list[slice]:
-        return _blocks(row_size, num_rows, self._world.max_elements)
-
 
 class _SentUpload(Upload):
     """An upload whose rows are on the workers; in `drain` they serve what the server reads."""
@@ -259,16 +255,12 @@ class _SentUpload(Upload):
         codec = IDENTITY if coding is None else coding.codec
         self._codecs = {name: codec.for_frame(frame) for name, frame in frames.items()}
         self._unread = list(frames)
-        self._gathering = self._gather([])
-        self._gathering.close()
+        self._gathering: Iterator[tuple[slice, Message]] = iter(())
+        self._is_gathering = False
 
     @property
     def is_read(self) -> bool:
         return not self._unread and not self._is_gathering
-
-    @property
-    def _is_gathering(self) -> bool:
-        return inspect.getgeneratorstate(self._gathering) != inspect.GEN_CLOSED
 
     @cached_property
     def outline(self) -> Message:
@@ -321,7 +313,7 @@ class _SentUpload(Upload):
         wanted = [*names] or [*self._unread]
         if wanted:
             self._command(wanted, do="gather")
-        self._gathering = self._gather(wanted)
+        self._gathering, self._is_gathering = self._gather(wanted), True
         return self._gathering
 
     def _command(self, names: Sequence[str], **what: object) -> None:
@@ -372,13 +364,13 @@ class _SentUpload(Upload):
         arrived = [_unpack(_pack(tensor, piece), piece, len(rows)) for tensor, piece in pieces]
         return codec.decode(arrived, frame, base)
 
-    def _gather(self, names: Sequence[str]) -> Generator[tuple[slice, Message], None, None]:
+    def _gather(self, names: Sequence[str]) -> Iterator[tuple[slice, Message]]:
         """Yield the blocks of some tensors, on the server. Collective."""
         world, placement = self._world, self._placement
         frames = {name: frame for name, frame in self._frames.items() if name in names}
         pieces = {name: self._codecs[name].pieces(frame) for name, frame in frames.items()}
         row_size = sum(math.prod(frame.shape) for frame in frames.values())
-        for block in _blocks(row_size, len(placement), world.max_elements):
+        for block in world.blocks(row_size, len(placement)):
             first, last = bisect_left(self._own, block.start), bisect_left(self._own, block.stop)
             mine, order = self._own[first:last], placement.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
@@ -405,6 +397,7 @@ class _SentUpload(Upload):
                         received.layer_mask[name] = mask
             if world.is_server:
                 yield block, received
+        self._is_gathering = False
 
     def _decoded(self, frame: Frame, codec: Codec, arrived: Sequence[Tensor], block: slice) -> Tensor:
         """Return the rows of a block from the pieces that arrived on the server."""
@@ -412,12 +405,6 @@ class _SentUpload(Upload):
         if self.sent is not None and codec is not IDENTITY:
             base = frame.base(self.sent.select(block))
         return codec.decode(arrived, frame, base).view(block.stop - block.start, *frame.shape)
-
-
-def _blocks(row_size: int, num_rows: int, max_elements: int) -> list[slice]:
-    """Split a cohort into blocks of at most `max_elements` numbers and at least one client."""
-    step = max(1, max_elements // max(1, row_size))
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 def _encoded(

@@ -231,11 +231,13 @@ class TopK(Codec):
         return frame.name != BUFFERS and frame.has_layers and frame.received_layers is not None
 
     def pieces(self, frame: Frame) -> list[Piece]:
-        counts = tuple(map(self._count, frame.sizes))
+        counts, received = tuple(map(self._count, frame.sizes)), frame.received_layers
+        assert received is not None
+        as_they_are = ~received if frame.layer_mask is None else frame.layer_mask & ~received
         return [
-            Piece(frame.dtype, frame.models, frame.sizes, self._as_they_are(frame)),
-            Piece(torch.float32, frame.models, counts, frame.received_layers),
-            Piece(torch.int32, frame.models, counts, frame.received_layers, is_index=True),
+            Piece(frame.dtype, frame.models, frame.sizes, as_they_are),
+            Piece(torch.float32, frame.models, counts, received),
+            Piece(torch.int32, frame.models, counts, received, is_index=True),
         ]
 
     def encode(
@@ -266,13 +268,6 @@ class TopK(Codec):
         # the decimal value: 0.07 * 100 is more than 7 in binary
         return math.ceil(Fraction(str(self.settings.share)) * size)
 
-    def _as_they_are(self, frame: Frame) -> Tensor:
-        """Return which layers are sent that the clients did not receive, bool [C, L]."""
-        assert frame.received_layers is not None
-        return (
-            ~frame.received_layers if frame.layer_mask is None else frame.layer_mask & ~frame.received_layers
-        )
-
     def _laid_out(self, values: Tensor, indices: Tensor, frame: Frame) -> Tensor:
         """Place the values of all layers at their indices, [C, M, W]; zeros elsewhere."""
         numbers = torch.zeros(*values.shape[:-1], sum(frame.sizes), dtype=frame.dtype)
@@ -295,10 +290,10 @@ class ErrorFeedback:
     """The compression errors of some clients' tensors, stored on the CPU in the states of a rank's clients.
 
     `states` are these states, each with its number of clients; `rows` give for each member of the cohort on
-    this rank the number of its state, and its row there.
+    this rank its state, and its row there.
     """
 
-    def __init__(self, states: Sequence[tuple[Tensors, int]], rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, states: Sequence[tuple[Tensors, int]], rows: Sequence[tuple[Tensors, int]]) -> None:
         self._states, self._rows = states, rows
 
     def begin(self, frame: Frame) -> None:
@@ -309,12 +304,12 @@ class ErrorFeedback:
 
     def read(self, name: str, part: slice) -> Tensor:
         """Return a copy of the rows [C, ...] of some of the members."""
-        return torch.stack([self._states[n][0][UNSENT + name][row] for n, row in self._rows[part]])
+        return torch.stack([state[UNSENT + name][row] for state, row in self._rows[part]])
 
     def write(self, name: str, part: slice, rows: Tensor) -> None:
         """Replace the rows of some of the members."""
-        for (n, row), value in zip(self._rows[part], rows, strict=True):
-            stored = self._states[n][0][UNSENT + name]
+        for (state, row), value in zip(self._rows[part], rows, strict=True):
+            stored = state[UNSENT + name]
             stored[row] = value.view(stored.shape[1:])
 
 

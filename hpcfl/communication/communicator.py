@@ -50,10 +50,8 @@ MAX_ELEMENTS = 2**27
 _MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _STEP_SIZE_VARIABLE = "SLURM_STEP_NUM_TASKS"
 
-_MPI_TYPES = {"float32": "f4", "float64": "f8", "uint8": "u1"}
-_MPI_TYPES |= {"int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8"}
 # MPI has no float16, and numbers are only moved
-_MPI_TYPES["float16"] = "i2"
+_MOVED_AS = {torch.float16: torch.int16, torch.bool: torch.uint8}
 
 # heartbeats have another tag
 _DATA_TAG = 0
@@ -101,6 +99,7 @@ class Communicator:
         self.is_worker = self.rank > 0 or self.size == 1
         self.num_workers = max(1, self.size - 1)
         self.worker_index = 0 if self.size == 1 else self.rank - 1
+        """The number of this worker; -1 on a server that is no worker."""
         self.workers_on_device = 1
         """Number of workers that share this rank's GPU, after `device` has chosen one."""
         self.host = socket.gethostname()
@@ -162,11 +161,13 @@ class Communicator:
 
     def shard(self, num_items: int, worker: int | None = None, unit: int = 1) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none)."""
-        if worker is None:
-            if not self.is_worker:
-                return range(0)
-            worker = self.worker_index
-        return shard_of(num_items, worker, self.num_workers, unit)
+        worker = self.worker_index if worker is None else worker
+        return range(0) if worker < 0 else shard_of(num_items, worker, self.num_workers, unit)
+
+    def blocks(self, row_size: int, num_rows: int) -> list[slice]:
+        """Split rows into blocks of at most `max_elements` numbers, and of at least one row."""
+        step = max(1, self.max_elements // max(1, row_size))
+        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def homes(self, items: Sequence[int], num_items: int, unit: int = 1) -> list[int]:
         """Return the worker whose shard has each of the ids `items`."""
@@ -246,12 +247,12 @@ class Communicator:
             assert send is not None
             source = _flat_array(send)
             self.bytes_of_rows += source.nbytes
-            message = _message(source, rank_counts)
+            message = [source, rank_counts]
             if self._comm is None:
                 return part.copy_(send.detach().reshape(-1))
         assert self._comm is not None
         received = _flat_array(part)
-        self._wait(self._comm.Iscatterv(message, _message(received), root=0))
+        self._wait(self._comm.Iscatterv(message, received, root=0))
         return part
 
     def gather(self, send: torch.Tensor, counts: Sequence[int]) -> torch.Tensor | None:
@@ -306,13 +307,13 @@ class Communicator:
         """
         assert self._comm is not None
         pieces = self._pieces(_flat_array(tensor))
-        return [self._comm.Isend(_message(piece), rank, _DATA_TAG) for piece in pieces]
+        return [self._comm.Isend(piece, rank, _DATA_TAG) for piece in pieces]
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Start to overwrite a contiguous CPU tensor with the one that another rank sends."""
         assert self._comm is not None
         pieces = self._pieces(_flat_array(tensor))
-        return [self._comm.Irecv(_message(piece), rank, _DATA_TAG) for piece in pieces]
+        return [self._comm.Irecv(piece, rank, _DATA_TAG) for piece in pieces]
 
     def wait(self, transfer: Transfer) -> None:
         """Sleep until a tensor has arrived, or the sent tensor may change again."""
@@ -330,7 +331,7 @@ class Communicator:
         from mpi4py import MPI
 
         own, largest = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._wait(self._comm.Iallreduce(_message(own), _message(largest), op=MPI.MAX))
+        self._wait(self._comm.Iallreduce(own, largest, op=MPI.MAX))
         return largest.tolist()
 
     def sum_on_server(self, tensor: torch.Tensor) -> None:
@@ -345,8 +346,7 @@ class Communicator:
         from mpi4py import MPI
 
         for piece in self._pieces(_flat_array(tensor)):
-            own = _message(piece)
-            send, receive = (MPI.IN_PLACE, own) if self.is_server else (own, None)
+            send, receive = (MPI.IN_PLACE, piece) if self.is_server else (piece, None)
             self._wait(self._comm.Ireduce(send, receive, op=MPI.SUM, root=0))
 
     def barrier(self) -> None:
@@ -384,7 +384,7 @@ class Communicator:
         if self._comm is None:
             return
         for piece in self._pieces(array):
-            self._wait(self._comm.Ibcast(_message(piece), root=0))
+            self._wait(self._comm.Ibcast(piece, root=0))
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
         """Split a flat array into pieces of at most `max_elements`."""
@@ -398,8 +398,8 @@ class Communicator:
             assert out is not None
             out[:] = array
             return
-        message = None if out is None else _message(out, rank_counts)
-        self._wait(self._comm.Igatherv(_message(array), message, root=0))
+        message = None if out is None else [out, rank_counts]
+        self._wait(self._comm.Igatherv(array, message, root=0))
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request; sleep longer and longer between checks."""
@@ -414,7 +414,7 @@ class Communicator:
         self.waited_s += time.monotonic() - began_s
 
 
-def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
+def open_world() -> Communicator:
     """Return the world of the ranks that the launcher started; serial, without MPI, if there is no launcher.
 
     Ranks die with the launcher.
@@ -422,16 +422,16 @@ def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
     """
     num_launched = _num_launched()
     if num_launched == 1:
-        return Communicator(None, max_elements)
+        return Communicator()
     comm, library = _import_comm_world()
     if comm.Get_size() > 1:
         die_with_launcher()
-        return Communicator(comm, max_elements)
+        return Communicator(comm)
     if num_launched is not None:
         raise _not_joined(
             f"the launcher started {num_launched} ranks, but each is alone in its MPI world", library
         )
-    return Communicator(None, max_elements)
+    return Communicator()
 
 
 def _num_launched() -> int | None:
@@ -566,14 +566,8 @@ def _first_error(errors: Sequence[tuple[str, str]]) -> str:
 
 
 def _flat_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a flat NumPy view of a contiguous CPU tensor, bool as uint8; ValueError for other tensors."""
+    """Return a flat NumPy view of a contiguous CPU tensor, in a type that MPI has; ValueError for others."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"MPI needs a contiguous CPU tensor, not {tensor.dtype} on {tensor.device}")
     flat = tensor.detach().view(-1)
-    return (flat.view(torch.uint8) if flat.dtype == torch.bool else flat).numpy()
-
-
-def _message(array: np.ndarray, counts: Sequence[int] | None = None) -> list[Any]:
-    """Return an array for mpi4py, with the code of its MPI datatype; `counts`: elements of each rank."""
-    mpi_type = _MPI_TYPES[array.dtype.name]
-    return [array, mpi_type] if counts is None else [array, counts, mpi_type]
+    return flat.view(_MOVED_AS.get(flat.dtype, flat.dtype)).numpy()

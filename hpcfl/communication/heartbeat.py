@@ -98,11 +98,11 @@ class Heartbeat:
                 self._send(_PROBE, peer)
 
     def _receive(self, peer: int) -> Any:
-        return self._comm.Irecv([self._arrived[peer], "i1"], peer, HEARTBEAT_TAG)
+        return self._comm.Irecv(self._arrived[peer], peer, HEARTBEAT_TAG)
 
     def _send(self, byte: np.ndarray, peer: int) -> None:
         self._going = [request for request in self._going if not request.Test()]
-        self._going.append(self._comm.Isend([byte, "i1"], peer, HEARTBEAT_TAG))
+        self._going.append(self._comm.Isend(byte, peer, HEARTBEAT_TAG))
 
     def _check(self, phase: str) -> None:
         longest = self._timeout_s / self._every_s

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hpcfl.errors import DifferentTensorsError
 
@@ -180,13 +180,11 @@ class SameKinds:
 
 
 def packed(bits: Tensor) -> Tensor:
-    """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)]; the first bit of a byte is its highest."""
-    places = torch.arange(7, -1, -1, device=bits.device)
-    bytes_ = pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8)) << places
-    return bytes_.sum(dim=2).to(torch.uint8)
+    """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)], on the CPU; a byte's first bit is its
+    highest."""
+    return torch.from_numpy(np.packbits(bits.cpu().numpy(), axis=1))
 
 
 def unpacked(packed: Tensor) -> Tensor:
-    """Undo `packed`: bool [C, 8 bytes], the last of which may be filled up with zeros."""
-    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(2) >> places) & 1).bool().flatten(1)
+    """Undo `packed`: bool [C, 8 times the bytes], filled up with zeros."""
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=1)).bool()

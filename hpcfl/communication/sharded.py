@@ -172,9 +172,9 @@ class ShardedRows:
     def _gather(self, own: Tensor) -> Tensor | None:
         """Bring figures [r, L, own clients] to rank 0, [r, L, N], and None elsewhere. Collective."""
         num_layers = len(self._layers)
-        step = max(1, self._world.max_elements // (num_layers * self._num_clients))
         found = []
-        for mine in own.split(step):
+        for block in self._world.blocks(num_layers * self._num_clients, len(own)):
+            mine = own[block]
             counts = [len(mine) * num_layers * len(shard) for shard in self._shards]
             flat = self._world.gather(mine.reshape(-1), counts)
             if flat is not None:
@@ -186,11 +186,10 @@ class ShardedRows:
     def _put(self, clients: Sequence[int], rows: Tensor | None = None) -> None:
         """Give every worker the new rows of its clients, which rank 0 has. Collective."""
         size = self._layers[-1].stop
-        step = max(1, self._world.max_elements // size)
-        for start in range(0, len(clients), step):
-            some = clients[start : start + step]
+        for block in self._world.blocks(size, len(clients)):
+            some = clients[block]
             counts = [size * sum(client in shard for client in some) for shard in self._shards]
-            send = None if rows is None else rows[start : start + step].contiguous()
+            send = None if rows is None else rows[block].contiguous()
             mine = self._world.scatter(send, counts, self._rows.dtype)
             own = [client - self._own.start for client in some if client in self._own]
             if own:

@@ -37,7 +37,7 @@ class ModelBank(OwnModel):
         known = self.known(server).tolist()
         if not known:
             return self.context.initial_parameters()
-        return mean_of((server["models"][client] for client in known), torch.ones(len(known)))
+        return mean_of([server["models"][client] for client in known])
 
     def known(self, server: State) -> Tensor:
         """Return the ids of clients that have uploaded a model of finite numbers, in ascending order."""

@@ -33,8 +33,6 @@ class OwnBesideGlobal(OwnModel, FedAvg):
     """Each client keeps its own model, which is evaluated; the server sends a global model `theta`."""
 
     traits = OwnModel.traits.replace(averages=("theta",), has_global_model=True)
-    # explicit, so that the order of the base classes does not matter
-    eval_model = OwnModel.eval_model
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Let a new client's own model start as the global one, and do its first round."""

@@ -190,7 +190,7 @@ class MethodAdapter:
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
-        down = self._received(clients, down)
+        down = self.method.buffers.receive(clients, down)
         with self._on_clients("client_request", clients, down):
             request = self.method.client_request(clients, down)
         return self._rows("client_request", request, len(clients))
@@ -206,7 +206,7 @@ class MethodAdapter:
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
-        down = self._received(clients, down)
+        down = self.method.buffers.receive(clients, down)
         with self._on_clients("train", clients, down):
             up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
@@ -233,7 +233,10 @@ class MethodAdapter:
         averaged: State = {}
         if len(cohort):
             averaged = self.method.buffers.mean(up, cohort)
-            self._aggregate(server, self._private.with_equal_weights(cohort), up)
+            sharded = self.method.sharded
+            # the upload must be read before the sharded state is used
+            with nullcontext() if sharded is None else sharded.after(up):
+                self._writing("aggregate", server, self._private.with_equal_weights(cohort), up)
         up.drain()
         # with privacy, the model also moves in a round without clients: by noise
         if len(cohort) or self._private.is_on:
@@ -241,12 +244,6 @@ class MethodAdapter:
             self._optimiser.step(server, before)
         server |= averaged
         self._writing("end_round", server, cohort)
-
-    def _aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """Call `aggregate`, in which the upload must be read before the sharded state is used."""
-        sharded = self.method.sharded
-        with nullcontext() if sharded is None else sharded.after(up):
-            self._writing("aggregate", server, cohort, up)
 
     def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
         """Call a hook that writes into the server's state."""
@@ -274,18 +271,18 @@ class MethodAdapter:
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         epochs = self.method.context.train.finetune_epochs
-        down = self._received(clients, down)
+        down = self.method.buffers.receive(clients, down)
         if epochs:
             return self._models("finetune", clients, down, epochs)
         return self._models("eval_model", clients, down)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
-        return self._models("new_client_model", clients, self._received(clients, down))
+        return self._models("new_client_model", clients, self.method.buffers.receive(clients, down))
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
-        return self._models("model_after_download", clients, self._received(clients, down))
+        return self._models("model_after_download", clients, self.method.buffers.receive(clients, down))
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `train`, with `buffers`; empty where there are none."""
@@ -372,10 +369,6 @@ class MethodAdapter:
     def _hook(self, name: str) -> str:
         """Return a hook's name in errors."""
         return f"{type(self.method).__name__}.{name}"
-
-    def _received(self, clients: ClientGroup, down: Message) -> Message:
-        """Return a download on the group's device; the group computes with its running statistics."""
-        return self.method.buffers.receive(clients, down)
 
     @contextmanager
     def _on_clients(self, hook: str, clients: ClientGroup, *given: object) -> Iterator[None]:

@@ -131,7 +131,7 @@ class ClusteredFL(Method):
         theta = server["theta"].clone()
         for number in cluster.unique().tolist():
             of_cluster = [client for client in members if server["cluster"][client] == number]
-            theta[number] += mean_of((server["updates"][n] for n in of_cluster), torch.ones(len(of_cluster)))
+            theta[number] += mean_of([server["updates"][n] for n in of_cluster])
         server["theta"] = theta
         if BUFFERS in server:
             server |= cluster_means(up, [BUFFERS], uniform, cluster, server)

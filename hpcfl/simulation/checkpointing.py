@@ -144,10 +144,9 @@ class Saver:
     def _blocks(self) -> Iterator[Cohort]:
         """Split all clients into consecutive cohorts of bounded size."""
         federation = self._federation
-        numbers = max(1, sum(math.prod(rows.shape[1:]) for rows in self._client_state().values()))
-        step = max(1, federation.world.max_elements // numbers)
-        for start in range(0, federation.num_clients, step):
-            yield federation.cohort_of(0, range(start, min(start + step, federation.num_clients)))
+        row_size = sum(math.prod(rows.shape[1:]) for rows in self._client_state().values())
+        for block in federation.world.blocks(row_size, federation.num_clients):
+            yield federation.cohort_of(0, federation.in_training[block])
 
     def _client_rows(self) -> Rows:
         """Describe the state of all clients; its blocks are collective."""

@@ -64,7 +64,7 @@ def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict
 def not_finite(state: State) -> str:
     """Name the tensors of the server's state that contain nan or infinity; "" if none does."""
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
-    return _listed([name for name, value in floating.items() if not _is_finite(value)])
+    return ", ".join(_first_few([name for name, value in floating.items() if not _is_finite(value)]))
 
 
 class Divergence:
@@ -158,8 +158,7 @@ class Divergence:
 
 def named(clients: Sequence[int]) -> str:
     """Return the first few of some clients, and how many more there are."""
-    more = len(clients) - MAX_NAMED
-    names = [str(client) for client in clients[:MAX_NAMED]] + [f"{more} more"] * (more > 0)
+    names = _first_few(clients)
     if len(names) == 1:
         return f"client {names[0]}"
     return f"clients {', '.join(names[:-1])} and {names[-1]}"
@@ -191,7 +190,7 @@ def _describe(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> 
     found = [] if losses[place].isfinite() else ["loss"]
     # not <=, for nan
     found += [name for name, rows in _numbers(clients, up) if not rows[place].abs().max() <= LARGEST]
-    return _listed(found)
+    return ", ".join(_first_few(found))
 
 
 def _is_finite(numbers: Tensor) -> bool:
@@ -199,6 +198,7 @@ def _is_finite(numbers: Tensor) -> bool:
     return bool(numbers.amax().isfinite() & numbers.amin().isfinite())
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[object]) -> list[str]:
+    """Return the first few names, and how many more there are."""
     more = len(names) - MAX_NAMED
-    return ", ".join([*names[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])])
+    return [*map(str, names[:MAX_NAMED]), *([f"{more} more"] if more > 0 else [])]

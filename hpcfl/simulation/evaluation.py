@@ -73,8 +73,10 @@ class Evaluator:
                 rows.append(torch.cat([scores, first, of_val], dim=1))
             yield model
             del model
-        figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
-        if found is not None and figures is not None:
+        if found is None:
+            return
+        figures = self._federation.channel.collect(cohort, torch.cat(rows))
+        if figures is not None:
             ids = list(cohort.clients)
             for of_all, figure in zip(found.columns, figures.T.numpy(), strict=True):
                 of_all[ids] = figure

@@ -169,13 +169,13 @@ class Federation:
     def _coding(self, cohort: Cohort, received: Message) -> UploadCoding | None:
         if self._up is IDENTITY:
             return None
-        contexts = (self.worker_context, self.migration.worker_context)
-        found = [(self._worker_context_of(client), client) for client in self.own(cohort)]
-        rows = [
-            (int(context is not self.worker_context), context.clients.index(client))
-            for context, client in found
+        states = [
+            (context.state, len(context.clients))
+            for context in (self.worker_context, self.migration.worker_context)
         ]
-        unsent = ErrorFeedback([(context.state, len(context.clients)) for context in contexts], rows)
+        found = [(self._worker_context_of(client), client) for client in self.own(cohort)]
+        rows = [(context.state, context.clients.index(client)) for context, client in found]
+        unsent = ErrorFeedback(states, rows)
         return UploadCoding(self._up, received, self.method.traits.differences, unsent)
 
     def on_device(self, received: Message) -> Message:

@@ -140,7 +140,7 @@ class ClientMigration:
 
     def _carry(self, migrations: Sequence[Migration], load: Callable[[int], Tensors]) -> dict[int, Tensors]:
         """Send the clients' tensors from worker to worker; return those that arrive here, by client."""
-        me = self._world.worker_index if self._world.is_worker else -1
+        me = self._world.worker_index
         leaving: dict[int, dict[int, Tensors]] = defaultdict(dict)
         for client, source, target in migrations:
             if source == me:

@@ -73,10 +73,6 @@ class Recorder:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
         self.ledger.wall_s = self._wall_before_s + time.monotonic() - self._started_s
 
-    def add_seconds(self, part: str, seconds: float) -> None:
-        """Add to a part of the run's seconds, one of the ledger's SPENT."""
-        self.ledger.spent[part] += seconds
-
     def record_round(
         self,
         cohort: Cohort,
@@ -107,22 +103,20 @@ class Recorder:
         # all members may be lost
         train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
         self.timing.train_s.append(train_s)
-        self.add_seconds("evaluate_s", scoring_s)
+        self.ledger.spent["evaluate_s"] += scoring_s
         busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
         all_s = self._federation.world.num_workers * train_s
         self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
         lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
         round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
-        moved, mean = (traffic.down, traffic.up), float(losses.mean())
-        num_steps = dict(zip(trained.clients, steps.tolist(), strict=True))
         of_members = zip(members.tolist(), losses.tolist(), strict=True)
         known = {client: loss for client, loss in of_members if math.isfinite(loss)}
         self.ledger.record_round(
             cohort,
-            moved,
-            steps=num_steps,
+            (traffic.down, traffic.up),
+            steps=dict(zip(trained.clients, steps.tolist(), strict=True)),
             losses=known,
-            train_loss=mean,
+            train_loss=float(losses.mean()),
             train_s=train_s,
             diverged=diverged,
             lost=lost,

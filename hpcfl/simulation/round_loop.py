@@ -109,8 +109,7 @@ class Simulation:
                 return "stopped"
         # a finished run that is repeated without run.metrics keeps its metrics
         wanted = run.metrics or (self._folder is not None and self._folder.keeps_metrics)
-        has_metrics = self._world.maximum(int(wanted)) == 1
-        added = self._evaluator.client_metrics(self.server, done) if has_metrics else None
+        added = self._evaluator.client_metrics(self.server, done) if self._world.maximum(wanted) else None
         if self._folder is not None:
             experiment = self._experiment
             self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated, added)
@@ -123,7 +122,7 @@ class Simulation:
             return done == train.rounds
         # workers have no evaluations
         known = self.ledger.column(ACCURACY_VAL)
-        return self._world.maximum(int(is_over(done, train.rounds, known, train.patience))) == 1
+        return bool(self._world.maximum(is_over(done, train.rounds, known, train.patience)))
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank. Collective."""
@@ -216,7 +215,7 @@ class Simulation:
         """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
-        self._recorder.add_seconds("evaluate_s", time.monotonic() - began_s)
+        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
         self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
@@ -235,7 +234,7 @@ class Simulation:
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
         self.timing.save_s.append(time.monotonic() - began_s)
-        self._recorder.add_seconds("save_s", self.timing.save_s[-1])
+        self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

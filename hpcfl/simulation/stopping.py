@@ -54,7 +54,7 @@ class StopFlag:
             needed_s: seconds of what would come next.
         """
         is_short = self._end_s is not None and self._end_s - time.monotonic() < needed_s
-        return world.maximum(int(bool(self._requests) or (world.is_server and is_short))) == 1
+        return bool(world.maximum(bool(self._requests) or (world.is_server and is_short)))
 
     @property
     def is_interrupted(self) -> bool:

@@ -414,8 +414,6 @@ def find_damage(path: Path) -> str | None:
                     f"{path} has checkpoint schema {schema}, this hpcfl {__version__} reads up to {SCHEMA}; "
                     "upgrade hpcfl, or start over: the run's command with --fresh moves the folder aside"
                 )
-            if file.attrs.get("complete", 0) != 1:
-                return "is damaged (it was not written to its end)"
     except FileNotFoundError:
         return "is missing"
     except UserError:

@@ -82,7 +82,7 @@ class RunFolder:
         """See `check`; raises OSError where the system refuses to look."""
         if not self.path.exists():
             return
-        if not self._is_ours():
+        if not (self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists):
             raise UserError(
                 f"{self.path} exists but is not a run folder; delete it, or name another with --out DIR"
             )
@@ -357,9 +357,6 @@ class RunFolder:
     def _is_empty(self) -> bool:
         passing = (LOCK_NAME, UNFINISHED_NAME)
         return self.path.is_dir() and all(entry.name in passing for entry in self.path.iterdir())
-
-    def _is_ours(self) -> bool:
-        return self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists
 
     def _recorded(self) -> dict[str, Any] | None:
         """Return the keys of config.yaml; None without it, or if it is damaged and there is a checkpoint.

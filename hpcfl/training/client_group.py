@@ -281,13 +281,11 @@ class ClientGroup:
         done = [0] * len(self)
         if steps is not None:
             most = [steps] * len(self)
-        elif epochs is not None:
-            most = [epochs * len(cut) for cut in cuts]
         else:
-            most = [
-                work.local_epochs(self.round, client) * len(cut)
-                for client, cut in zip(self.ids, cuts, strict=True)
+            times = [
+                work.local_epochs(self.round, client) if epochs is None else epochs for client in self.ids
             ]
+            most = [number * len(cut) for number, cut in zip(times, cuts, strict=True)]
         plan: list[_Planned] = []
         if self._worker.private is not None:
             plan += self._drawn(streams, most)
@@ -372,9 +370,6 @@ class ClientGroup:
     @contextmanager
     def _buffers_of(self, batch: Batch) -> Iterator[Tensor]:
         """Give the running statistics of a batch's members, which the block updates in place."""
-        if isinstance(batch.members, slice):
-            yield self._buffers
-            return
         buffers = self._buffers[batch.members]
         yield buffers
         self._buffers[batch.members] = buffers

@@ -10,7 +10,6 @@ of a client's n samples with probability q, clip C and noise multiplier z:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +25,19 @@ SAMPLES_AT_ONCE = 64
 """Samples whose gradients are held at once."""
 
 
-@dataclass(frozen=True)
 class PrivateGradients:
     """Gradients of single samples of one network, clipped, added up and noised."""
 
-    network: nn.Module
-    layout: ParameterLayout
-    clip: float
-    noise: float
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "network", training_copy(self.network))
+    def __init__(
+        self,
+        network: nn.Module,
+        layout: ParameterLayout,
+        clip: float,
+        noise: float,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self._network, self._layout, self._label_smoothing = training_copy(network), layout, label_smoothing
+        self._clip, self._noise = clip, noise
 
     def gradient(
         self, theta: Tensor, batch: Batch, expected: Sequence[float], streams: Sequence[torch.Generator]
@@ -56,18 +56,18 @@ class PrivateGradients:
         self, theta: Tensor, x: Tensor, y: Tensor, expected: float, stream: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         noise = torch.randn(theta.shape, generator=stream, dtype=theta.dtype).to(theta.device)
-        total, losses = noise * (self.noise * self.clip), theta.new_zeros(0)
+        total, losses = noise * (self._noise * self._clip), theta.new_zeros(0)
         for part in range(0, len(y), SAMPLES_AT_ONCE):
             some = slice(part, part + SAMPLES_AT_ONCE)
             of_sample = vmap(grad_and_value(self._loss), (None, 0, 0), randomness="different")
             of_samples, found = of_sample(theta, x[some], y[some])
-            factors = (self.clip / of_samples.norm(dim=1)).clamp(max=1.0)
+            factors = (self._clip / of_samples.norm(dim=1)).clamp(max=1.0)
             total = total + factors @ of_samples
             losses = torch.cat([losses, found.detach()])
         return total / expected, losses.mean() if len(losses) else losses.sum()
 
     def _loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         nothing = theta.new_empty(0)
-        forward = Forward(self.network, self.layout, nothing, label_smoothing=self.label_smoothing)
+        forward = Forward(self._network, self._layout, nothing, label_smoothing=self._label_smoothing)
         one = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), y.new_zeros(1))
         return cross_entropy_loss(forward, {"theta": theta}, one)

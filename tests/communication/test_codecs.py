@@ -66,7 +66,9 @@ class Wire:
         """Return what the server receives of clients that received something before."""
         before = received or Message(num_clients=self.num_clients)
         everyone = range(self.num_clients)
-        unsent = ErrorFeedback([(self.state, self.num_clients)], [(0, client) for client in everyone])
+        unsent = ErrorFeedback(
+            [(self.state, self.num_clients)], [(self.state, client) for client in everyone]
+        )
         coding = UploadCoding(codec_of(self.settings, "up"), before, tuple(before.names), unsent)
         upload = self.channel.up(message, self.cohort, before, coding)
         return replace(upload.outline, per_client=upload.collect())
