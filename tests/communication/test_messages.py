@@ -143,7 +143,7 @@ def rows_of(message: Message, own: list[int]) -> Message:
 @pytest.mark.mpi
 @pytest.mark.parametrize(("clients", "max_elements"), CUTS)
 @pytest.mark.parametrize("place", [at_home, away_from_home])
-def test_a_download_gives_each_rank_the_rows_of_its_clients(
+def test_a_download_gives_each_rank_its_rows_and_an_upload_the_server_all_in_client_order(
     clients: tuple[int, ...], max_elements: int, place: Place
 ) -> None:
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
@@ -168,21 +168,10 @@ def test_a_download_gives_each_rank_the_rows_of_its_clients(
         "some": sent.layer_mask["some"][own].tolist(),
         "branches": [False, True, True],
     }
-    assert world.largest <= max_elements
 
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("clients", "max_elements"), CUTS)
-@pytest.mark.parametrize("place", [at_home, away_from_home])
-def test_an_upload_gives_the_server_all_rows_in_client_order(
-    clients: tuple[int, ...], max_elements: int, place: Place
-) -> None:
-    world, cohort = CountingWorld(max_elements), cohort_of(clients)
-    cohort = place(cohort, world)
-    whole = full_message(cohort)
-    whole.shared, whole.layer_mask = {}, {name: whole.layer_mask[name] for name in ("some", "branches")}
-    own = own_part(cohort, world)
-    blocks = list(Channel(world, LAYERS, N).up(rows_of(whole, own), cohort))
+    masks = {name: sent.layer_mask[name] for name in ("some", "branches")}
+    whole = replace(sent, shared={}, layer_mask=masks)
+    blocks = list(channel.up(rows_of(whole, own), cohort))
     assert world.largest <= max_elements
     if not world.is_server:
         assert blocks == []

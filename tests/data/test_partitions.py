@@ -362,23 +362,17 @@ def pachinko_one_by_one(
 ) -> np.ndarray:
     """Draw as in FedEM: a coarse class, a fine one, a sample; remove what is exhausted, and renormalise."""
     rng = numpy_stream(seed, "partition/pachinko")
-    left, num_coarse = sizes.tolist(), max(coarse_of) + 1
+    left, coarse, counts = sizes.copy(), np.array(coarse_of), np.bincount(coarse_of)
     table = np.zeros((clients, len(left)), dtype=int)
-    for client in range(clients):
-        theta = np.maximum(rng.dirichlet([0.4] * num_coarse), SMALLEST_WEIGHT).tolist()
-        fine: list[float] = []
-        for coarse in range(num_coarse):
-            fine += np.maximum(rng.dirichlet([10.0] * coarse_of.count(coarse)), SMALLEST_WEIGHT).tolist()
+    for row in table:
+        theta = np.maximum(rng.dirichlet([0.4] * len(counts)), SMALLEST_WEIGHT)
+        fine = np.concatenate([np.maximum(rng.dirichlet([10.0] * n), SMALLEST_WEIGHT) for n in counts])
         for uniform in rng.random(size):
-            labels = [label for label in range(len(left)) if left[label] > 0]
-            open_coarse = sum(theta[coarse] for coarse in {coarse_of[label] for label in labels})
-            end = 0.0
-            for label in labels:
-                siblings = sum(fine[other] for other in labels if coarse_of[other] == coarse_of[label])
-                end += theta[coarse_of[label]] / open_coarse * fine[label] / siblings
-                if uniform < end:
-                    break
-            table[client, label] += 1
+            labels = np.flatnonzero(left)
+            siblings = np.bincount(coarse[labels], fine[labels])
+            shares = theta[coarse[labels]] * fine[labels] / siblings[coarse[labels]]
+            label = labels[np.searchsorted(np.cumsum(shares / shares.sum())[:-1], uniform, side="right")]
+            row[label] += 1
             left[label] -= 1
     return table
 

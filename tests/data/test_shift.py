@@ -134,34 +134,24 @@ def test_all_splits_are_shifted_before_normalisation_and_the_pool_is_not_changed
     np.testing.assert_array_equal(arrays.x, x)
 
 
-def settings_of(digits: Path) -> list[str]:
-    return [*tiny_settings(digits), "method.name=fedavg", "train.rounds=1", "data.unseen_clients=0.3"]
-
-
-def test_unseen_clients_have_the_shift_of_their_client_number(digits: Path) -> None:
-    config = load_config(None, [*settings_of(digits), "data.shift=rotation", "data.shift_groups=2"])
-    arrays, parts = load_data(config)
-    assert config.data.num_unseen(len(parts)) == 2
-    found = shift_of(config.data, config.data_seed, len(parts))
-    record = describe(config.data, arrays, parts)
-    by_record = (arrays, parts, range(5, 7), record.mean, record.std, "cpu")
-    unseen, plain = (Shard.build(*by_record, by) for by in (found, None))
-    assert torch.equal(unseen.samples("test", 0)[0], plain.samples("test", 0)[0].rot90(2, (2, 3)))
-    assert torch.equal(unseen.samples("test", 1)[0], plain.samples("test", 1)[0])
-
-
 def test_predict_and_export_expect_shifted_samples(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*settings_of(digits), "data.shift=rotation", "data.shift_groups=2"]
+    """Clients 5 and 6 take no part in training."""
+    words = [*tiny_settings(digits), "method.name=fedavg", "train.rounds=1", "data.unseen_clients=0.3"]
+    words += ["data.shift=rotation", "data.shift_groups=2"]
     assert run_here(tmp_path / "run", words) == FINISHED
     arrays, parts = load_data(load_config(None, words))
-    tests = parts[1].test
     run = hpcfl.load_run(tmp_path / "run")
-    for turned, is_right in ((arrays.x[tests][:, :, ::-1, ::-1], True), (arrays.x[tests], False)):
-        np.savez(tmp_path / "samples.npz", x=turned, y=arrays.y[tests])
-        of_labels = run.models.probabilities(1, turned)[np.arange(len(tests)), arrays.y[tests]]
-        assert (-np.log(of_labels).mean() == pytest.approx(run.clients["loss"][1], rel=1e-5)) == is_right
+    assert run.clients["unseen"].tolist() == [0] * 5 + [1] * 2
+    for client in (1, 5, 6):
+        tests, half_turns = parts[client].test, 2 * (client % 2)
+        for turns, is_right in ((half_turns, True), (2 - half_turns, False)):
+            x = np.rot90(arrays.x[tests], turns, (2, 3))
+            np.savez(tmp_path / "samples.npz", x=x, y=arrays.y[tests])
+            of_labels = run.models.probabilities(client, x)[np.arange(len(tests)), arrays.y[tests]]
+            loss = run.clients["loss"][client]
+            assert (-np.log(of_labels).mean() == pytest.approx(loss, rel=1e-5)) == is_right
     given = [str(tmp_path / "run"), "--client", "1"]
     out = ["--out", str(tmp_path / "labels.csv")]
     assert main(["predict", *given, str(tmp_path / "samples.npz"), *out]) == FINISHED

@@ -307,10 +307,9 @@ class OneClient(nn.Module):
             hidden = (weight @ hidden + bias).relu()
         return self.heads_weight @ hidden + self.heads_bias
 
-    def tensors(self, shape: Hypernetworks, *, gradients: bool = False) -> State:
-        """Return the weights (or their gradients) under the names of the stacked state."""
-        own = {name: self.get_parameter(name.replace(".", "_")) for name in shape.shapes()}
-        return {name: value.grad if gradients else value.detach() for name, value in own.items()}
+    def tensors(self, shape: Hypernetworks) -> State:
+        """Return the weights under the names of the stacked state."""
+        return {name: self.get_parameter(name.replace(".", "_")).detach() for name in shape.shapes()}
 
 
 def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -> tuple[Tensor, list[str]]:

@@ -115,16 +115,6 @@ def test_dropout_multiplies_the_outputs_of_all_layers_but_the_last() -> None:
     assert [modular(sizes).num_hidden for sizes in SIZES] == [0, 2 * 4, 1 * 4, 3 * 4 + 2 * 6, 4 * 4]
 
 
-def test_a_layer_of_identical_modules_is_a_layer_of_one_block() -> None:
-    # what the authors' code builds, whose softmax leaves no path closed
-    repeated, plain = modular([2, 2, 2]), modular([1, 1, 1])
-    for network in (repeated, plain):
-        for name, parameter in network.named_parameters():
-            parameter.data = plain.get_parameter(name.replace("encoder2", "encoder1").replace("_2.", "_1."))
-    x, soft = torch.randn(4, 1, 2, 2, generator=stream(2)), torch.rand(10, generator=stream(3)).softmax(dim=0)
-    torch.testing.assert_close(repeated(x, soft), plain(x, torch.ones(3)), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_outputs_of_any_decision_equal_a_plain_implementation(sizes: list[int], share: float) -> None:
@@ -245,12 +235,6 @@ def test_without_a_decision_the_classifier_predicts() -> None:
     classifier = network.get_submodule("classifier")
     assert torch.equal(network(x), classifier(network.get_submodule("encoder1")(x)))
     assert "classifier" not in dict(modular([2, 2]).named_children())
-
-
-def test_an_encoder_on_an_mlp_of_no_hidden_layers_is_one_fully_connected_layer() -> None:
-    network = modular([1, 2], [256], shape=(1, 28, 28), hidden=[])
-    shapes = {name: tuple(p.shape) for name, p in network.get_submodule("encoder1").named_parameters()}
-    assert shapes == {"project.weight": (256, 784), "project.bias": (256,)}
 
 
 @pytest.mark.parametrize(

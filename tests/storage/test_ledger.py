@@ -37,8 +37,10 @@ def new_ledger(clients: int = 3) -> Ledger:
     return Ledger("pfedla", ClientsConfig(), clients, LAYERS, is_private=False, has_patience=False)
 
 
-def record_rounds(ledger: Ledger, folder: Path | None = None) -> None:
-    """Record two rounds, an evaluation after the second, and one more round."""
+@pytest.fixture
+def ledger() -> Ledger:
+    """Return a ledger of two rounds, an evaluation after the second, and one more round."""
+    ledger = new_ledger()
     first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
     moved = (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]]))
     ledger.record_round(first, moved, {0: 2, 2: 4}, {}, 0.75, 2.0, [0, 2])
@@ -48,18 +50,8 @@ def record_rounds(ledger: Ledger, folder: Path | None = None) -> None:
     ledger.spent["evaluate_s"] += 1.5
     ledger.spent["save_s"] += 0.25
     ledger.record_evaluation(2, found, NUM_SAMPLES, np.array([np.nan, 0.125, np.nan]), {})
-    if folder is not None:
-        ledger.append_files(folder)
     third, moved = Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]]))
     ledger.record_round(third, moved, {0: 2}, {}, 0.25, 1, [0])
-    if folder is not None:
-        ledger.append_files(folder)
-
-
-@pytest.fixture
-def ledger() -> Ledger:
-    ledger = new_ledger()
-    record_rounds(ledger)
     return ledger
 
 
@@ -110,9 +102,13 @@ def test_a_diagnostic_missing_in_some_evaluations_is_refused() -> None:
     assert ledger.history()["graph"].shape == (2, 3)
 
 
-def test_the_ledger_writes_its_files(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.start_files(tmp_path)
-    ledger.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
+def test_a_restored_ledger_writes_the_files_of_the_run(ledger: Ledger, tmp_path: Path) -> None:
+    restored = new_ledger()
+    restored.restore(ledger.tables(), ledger.history())
+    for name, table in ledger.tables().items():
+        assert np.array_equal(restored.tables()[name].values, table.values)
+    restored.start_files(tmp_path)
+    restored.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
     assert read(tmp_path / "bytes.csv") == [
         ["round", "direction", "layer", "bytes"],
         ["1", "down", "conv", "8"],
@@ -140,27 +136,6 @@ def test_the_ledger_writes_its_files(ledger: Ledger, tmp_path: Path) -> None:
         ["1", "1.0", "2.0", "8", "20", "12", "12", "0.5", "0.125", "1"],
         ["2", "0.75", "6.0", "9", "10", "4", "12", "0.75", "nan", "1"],
     ]
-
-
-def test_a_restored_ledger_continues_like_an_uninterrupted_one(ledger: Ledger, tmp_path: Path) -> None:
-    restored = new_ledger()
-    restored.restore(ledger.tables(), ledger.history())
-    for name, rows in ledger.history().items():
-        assert np.array_equal(restored.history()[name], rows, equal_nan=True)
-    for name, table in ledger.tables().items():
-        assert np.array_equal(restored.tables()[name].values, table.values)
-        assert list(restored.tables()[name].columns) == list(table.columns)
-    assert restored.best() == ledger.best()
-    for number, one in enumerate((ledger, restored)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        one.start_files(folder)
-        record_rounds(one, folder)
-        one.write_clients(folder, np.array([7, 8, 9]), NUM_SAMPLES)
-    for name in ("metrics.csv", "bytes.csv", "clients.csv"):
-        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
-    assert restored.client_bytes.tolist() == [[48, 48], [24, 24], [8, 24]]
-    assert restored.diverged.tolist() == [4, 2, 2]
 
 
 def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:

@@ -145,8 +145,17 @@ def test_clients_may_be_weighted_by_their_samples() -> None:
 # Files
 
 
-def test_every_figure_is_in_the_csv(table: Table) -> None:
+def test_every_figure_is_in_the_csv_and_those_of_clients_are_beside_the_table_file(table: Table) -> None:
     write(table)
+    results = table.path.with_name("results")
+    written = [results / f"two{ending}.csv" for ending in ("", "_differences", "_clients")]
+    assert write_results(table) == written
+    for path, original in zip(written, ("table.csv", "differences.csv"), strict=False):
+        assert path.read_text() == (table.folder / original).read_text()
+    lines = read_csv(written[2])
+    assert len(lines) == 2 * 3 * 4 < MAX_CLIENT_LINES
+    known = [float(line["accuracy"]) for line in lines if (line["label"], line["seed"]) == ("theirs", "1")]
+    assert known == ACCURACIES["theirs"][1]
     ours, theirs, alone, *hard = read_csv(table.folder / "table.csv")
     assert [(row["label"], row["column"]) for row in hard] == [("ours_1", "hard"), ("alone", "hard")]
     spreads = [np.std(ACCURACIES["ours_1"][seed]) for seed in (0, 1, 2)]
@@ -183,17 +192,6 @@ def test_differences_have_a_line_for_each_pair_and_column(table: Table) -> None:
     for row in (against_alone, hard):
         names = ("difference", "over_seeds_low", "seeds", "partitions")
         assert [row[name] for name in names] == ["", "", "0", "0"]
-
-
-def test_the_number_of_differences_is_printed_below_them(table: Table) -> None:
-    text = write(table)
-    below = text.partition("ours_1 - alone     hard")[2]
-    note = "Differences shown: 1; their 95 % intervals are not corrected for this number."
-    assert below.splitlines()[1:] == ["", note]
-    assert "one partition" not in text
-    assert (table.folder / "table.md").read_text().endswith(f"\n\n{note}\n")
-    latex = note.replace("%", r"\%")
-    assert f". {latex}}}\n\\label{{tab:two-3}}\n" in (table.folder / "table.tex").read_text()
 
 
 def test_seeds_of_one_partition_are_marked(tmp_path: Path) -> None:
@@ -298,8 +296,14 @@ def test_the_printed_table_is_as_expected(table: Table) -> None:
     lines = text.splitlines()
     assert lines[0] == "# Two & two"
     assert lines[2] == "tiny: 4 clients"
-    assert (table.folder / "table.md").read_text().startswith("# Two & two\n\ntiny: 4 clients\n")
-    latex = (table.folder / "table.tex").read_text()
+    printed, latex = ((table.folder / f"table.{ending}").read_text() for ending in ("md", "tex"))
+    assert printed.startswith("# Two & two\n\ntiny: 4 clients\n")
+    note = "Differences shown: 1; their 95 % intervals are not corrected for this number."
+    assert text.partition("ours_1 - alone     hard")[2].splitlines()[1:] == ["", note]
+    assert "one partition" not in text
+    assert printed.endswith(f"\n\n{note}\n")
+    escaped = note.replace("%", r"\%")
+    assert f". {escaped}}}\n\\label{{tab:two-3}}\n" in latex
     assert r"\caption{Two \& two: accuracy, \%; in brackets: published, table 9. tiny: 4 clients. S" in latex
     assert "ours\\_1 & \\textbf{70.0} $\\pm$ 5.0 (61.4) & missing (7.0)" in latex
     assert rows_below("accuracy, %; in brackets: published, table 9:", text, 4) == [
@@ -396,19 +400,6 @@ def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
     assert (ours["clients_with_auc"], theirs["clients_with_auc"]) == ("11", "")
     table.show = ["accuracy"]
     assert "finished cells" not in write(table)
-
-
-def test_results_of_every_client_are_beside_the_table_file(table: Table, tmp_path: Path) -> None:
-    write(table)
-    written = write_results(table)
-    names = ["two.csv", "two_differences.csv", "two_clients.csv"]
-    assert written == [tmp_path / "results" / name for name in names]
-    for name, original in zip(names, ("table.csv", "differences.csv"), strict=False):
-        assert (tmp_path / "results" / name).read_text() == (table.folder / original).read_text()
-    lines = read_csv(written[2])
-    assert len(lines) == 2 * 3 * 4 < MAX_CLIENT_LINES
-    known = [float(line["accuracy"]) for line in lines if (line["label"], line["seed"]) == ("theirs", "1")]
-    assert known == ACCURACIES["theirs"][1]
 
 
 @pytest.mark.parametrize("client", [None, 1])
