@@ -370,6 +370,9 @@ class ClientGroup:
     @contextmanager
     def _buffers_of(self, batch: Batch) -> Iterator[Tensor]:
         """Give the running statistics of a batch's members, which the block updates in place."""
+        if isinstance(batch.members, slice):
+            yield self._buffers
+            return
         buffers = self._buffers[batch.members]
         yield buffers
         self._buffers[batch.members] = buffers

@@ -44,12 +44,13 @@ class Descent:
             gradient = gradient.add(weights, alpha=decay)
         if self._velocity is not None:
             gradient = self._velocity[members].mul_(self._train.momentum).add_(gradient)
-            self._velocity[members] = gradient
+            if not isinstance(members, slice):
+                self._velocity[members] = gradient
         if self._moments is not None:
             gradient = self._moments.direction(members, gradient)
         moved.add_(gradient[..., self._trained], alpha=-self._lr)
-        # of all clients it is a view, which torch does not copy
-        self.theta[members] = weights
+        if not isinstance(members, slice):
+            self.theta[members] = weights
 
 
 def clipped(gradient: Tensor, largest: float, trained: slice) -> Tensor:
