@@ -190,7 +190,9 @@ def _write_files(
         for name, content in files.items():
             replace_file(folder / name, content)
         for name in set(old) - files.keys():
-            (folder / name).unlink(missing_ok=True)
+            # a folder of this name is the user's
+            if (folder / name).is_file():
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         problem = f"cannot write the table in {folder}: {error.strerror}"
         if error.errno in NO_ROOM:

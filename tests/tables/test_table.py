@@ -469,6 +469,8 @@ def test_files_of_an_earlier_table_file_do_not_stay(words: list[str], copied: Pa
     left = {path.name for path in copied.iterdir() if path.is_file()}
     assert left == {"table.md", "table.tex", "table.csv", "diagnostics.csv"} | mine
     assert "earlier" not in (copied / "diagnostics.csv").read_text()
+    (copied / "differences.csv").mkdir()
+    assert table(copied, *words, "--quiet") == FINISHED
 
 
 def test_a_full_disk_is_named_when_the_table_is_written(two: Two, copied: Path) -> None:
