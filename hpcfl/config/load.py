@@ -241,7 +241,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
 
 
 def _needs_of_data(data: DataConfig, partition: str, sources: Registry) -> Iterator[Need]:
-    readers = [name for name, source in sources.known.items() if source.path_names is not None]
+    readers = [name for name, source in sources.known.items() if source.path_names or source.read]
     is_given = partition == "given"
     yield "data.path", data.source in readers, f"data.source={' or '.join(readers)}"
     for key in ("target", "categorical", "missing", "client_column"):

@@ -321,7 +321,8 @@ def mistake_in_own_code(error: BaseException) -> str | None:
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
     if modules and isinstance(error, DifferentTensorsError):
         return f"{', '.join(module.__file__ or '' for module in modules)}: {text}"
-    for module in modules:
+    # the newest file of those that have a class of this name
+    for module in reversed(modules):
         classes = (name for name, value in vars(module).items() if isinstance(value, type))
         if any(str(error).startswith(f"{name}.") for name in classes):
             return f"{module.__file__}: {text}"

@@ -96,6 +96,8 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
                 f"{key}: {tensor} is a SyncBatchNorm, but each client trains alone; use BatchNorm"
             )
     for tensor, buffer in network.named_buffers():
+        if buffer.is_floating_point() and buffer.dtype != torch.get_default_dtype():
+            raise UserError(f"{key}: {tensor} is {buffer.dtype}; expected: {torch.get_default_dtype()}")
         if not buffer.isfinite().all():
             raise UserError(f"{key}: the buffer {tensor} is not finite; make a mask of true and false of it")
     try:
@@ -114,10 +116,7 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
         )
     assert isinstance(outputs, torch.Tensor)
     if outputs.dtype != torch.get_default_dtype():
-        raise UserError(
-            f"{key}: its network returns {outputs.dtype}; expected: {torch.get_default_dtype()}, so convert "
-            "buffers of another type where they are used"
-        )
+        raise UserError(f"{key}: its network returns {outputs.dtype}; expected: {torch.get_default_dtype()}")
 
 
 @torch.no_grad()

@@ -51,6 +51,9 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: Config, uses_total_rounds: bool) -> None:
+        if path.name in ("", ".."):
+            # "." would follow the folder when that is moved aside
+            path = path.resolve()
         self.path, self.config = path, config
         self._is_extendable = not uses_total_rounds and config.train.lr_end is None
         clients = f"{config.data.clients or 'all its'} clients"
@@ -89,21 +92,26 @@ class RunFolder:
         recorded = None if fresh else self._recorded()
         if recorded is None:
             return
-        changed = self._changed(recorded)
+        # of more rounds, none may have been saved: the checkpoint tells
+        has_more = recorded["train"]["rounds"] > self.config.train.rounds
+        changed = self._changed(recorded, but=["train.rounds"] * has_more)
         # without a checkpoint, as after a mistake in one's own method, there is nothing to lose
         if changed and self.store.exists:
-            what = f"a run with another configuration ({'; '.join(changed)}); give the same keys"
-            if texts := self._other_texts(changed):
-                what = f"a run with another text of {', '.join(texts)}; bring that text back"
-            elif [line.partition(":")[0] for line in changed] == ["train.rounds"]:
-                rounds = recorded["train"]["rounds"]
-                is_more = rounds < self.config.train.rounds
-                why = "its results depend on that number" if is_more else "a run can only get more"
-                what = f"a run with train.rounds={rounds}, and {why}; give the same number"
-            raise UserError(
-                f"{self.path} holds {what} to resume it, give --out DIR for another folder, or --fresh to "
-                "start over"
-            )
+            raise self._refusal(changed, recorded["train"]["rounds"])
+
+    def _refusal(self, changed: Sequence[str], rounds: int) -> UserError:
+        """Return the error for a folder whose run of `rounds` rounds differs in these keys."""
+        what = f"a run with another configuration ({'; '.join(changed)}); give the same keys"
+        if texts := self._other_texts(changed):
+            what = f"a run with another text of {', '.join(texts)}; bring that text back"
+        elif _are_rounds(changed):
+            is_more = rounds < self.config.train.rounds
+            why = "its results depend on that number" if is_more else "a run can only get more"
+            what = f"a run with train.rounds={rounds}, and {why}; give the same number"
+        return UserError(
+            f"{self.path} holds {what} to resume it, give --out DIR for another folder, or --fresh to "
+            "start over"
+        )
 
     def _other_texts(self, changed: Sequence[str]) -> list[str]:
         """Return the user's own files and classes (`Config.own_code`) whose texts are all that has changed;
@@ -112,14 +120,15 @@ class RunFolder:
         texts = [file for file in self.config.own_code if digest_key(file.partition("=")[0]) in keys]
         return texts if len(texts) == len(keys) else []
 
-    def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Return the keys that differ from a recorded run's, and so prevent a resume.
+    def _changed(self, recorded: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
+        """Return the keys, all but some, that differ from a recorded run's, and so prevent a resume.
 
         The same data may be in another place; their checksum is compared later.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         is_extended = self._is_extendable and there["train"]["rounds"] < self.config.train.rounds
-        return differences(there, self.config.tree(), but=["data.path", *["train.rounds"] * is_extended])
+        free = ["data.path", *["train.rounds"] * is_extended, *but]
+        return differences(there, self.config.tree(), but=free)
 
     def open(
         self,
@@ -182,8 +191,8 @@ class RunFolder:
             kept = [not is_off_schedule(int(done), train.rounds, every) for done in rounds]
             known = metrics.column(ACCURACY_VAL)[kept].tolist()
         self._is_over = is_over(self.store.last_round, train.rounds, known, train.patience)
+        self.keeps_metrics = self._is_over and (self.path / "confusion.csv").is_file()
         if record is not None and record["train"]["rounds"] == train.rounds and self._is_over:
-            self.keeps_metrics = (self.path / "confusion.csv").is_file()
             if record["data"].get("path") == self.config.data.path:
                 return
             environment = record[ENVIRONMENT]
@@ -203,6 +212,8 @@ class RunFolder:
             return
         over = "or add --fresh to move the folder aside and start over"
         if changed := self._changed(found.record):
+            if self._recorded() is None or _are_rounds(changed):
+                raise self._refusal(changed, found.record["train"]["rounds"])
             raise UserError(
                 f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); restore this "
                 f"run's own checkpoint, {over}"
@@ -343,14 +354,16 @@ class RunFolder:
 
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
         """Make the folder if need be, and lock it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        # a link to the folder, such as to a scratch disk, stays
+        place = self.path.resolve()
+        place.mkdir(parents=True, exist_ok=True)
         _check_links(self.path)
         self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
-            aside = _free_name(self.path)
-            self.path.rename(aside)
+            aside = _free_name(place)
+            place.rename(aside)
             lock.release()
-            self.path.mkdir()
+            place.mkdir()
             self._lock = at_exit.enter_context(FolderLock(self.path))
             self.notes.append(f"the run that was there is now in {aside}")
 
@@ -401,6 +414,11 @@ class RunFolder:
                     f"this run began with {key} {before[key]} and continues with {now[key]}: "
                     "the last bits may differ"
                 )
+
+
+def _are_rounds(changed: Sequence[str]) -> bool:
+    """Whether `train.rounds` is the one key that differs."""
+    return [line.partition(":")[0] for line in changed] == ["train.rounds"]
 
 
 def _check_links(path: Path) -> None:

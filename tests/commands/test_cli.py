@@ -25,7 +25,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.results.run import Run
-from hpcfl.storage.lock import FolderLock
+from hpcfl.storage.lock import LOCK_NAME, FolderLock
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 
@@ -44,8 +44,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the bytes and the time of change of every file of a folder."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Return the bytes and the time of change of every file of a folder, but of its lock."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_NAME]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 

@@ -76,10 +76,12 @@ class Masked(nn.Module):
 class Scaled(nn.Linear):
     """With a constant as NumPy makes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_buffer: bool) -> None:
         super().__init__(4, 3)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.scale = torch.ones(3, dtype=torch.float64)
+        if is_buffer:
+            del self.scale
+            self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale
@@ -95,7 +97,8 @@ class Scaled(nn.Linear):
         (network(nn.Linear(6, 4).double()), r"part\.weight is torch\.float64; expected: torch\.float32"),
         (network(nn.BatchNorm1d(6, momentum=None)), r"body\.part has momentum=None, which is not supported"),
         (network(nn.SyncBatchNorm(6)), r"body\.part is a SyncBatchNorm, .* use BatchNorm"),
-        (network(nn.Linear(6, 4), Scaled()), r"returns torch\.float64; expected: torch\.float32, so convert"),
+        (network(nn.Linear(6, 4), Scaled(False)), r"returns torch\.float64; expected: torch\.float32"),
+        (network(nn.Linear(6, 4), Scaled(True)), r"scale is torch\.float64; expected: torch\.float32"),
         (network(nn.Linear(5, 4)), "fails on two samples .6 features.: RuntimeError: mat1 and mat2"),
         (network(Centred(in_place=False)), r"it assigns body\.part\.mean in training; change it in place"),
         (network(Plain()), "its outputs depend on what it has computed before, and no client keeps that"),

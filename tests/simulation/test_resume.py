@@ -127,6 +127,21 @@ def test_schedules_over_all_rounds_cannot_be_prolonged(
     assert "train.rounds" in refused(capfd, *keys, "train.rounds=2", "--out", tmp_path / "run")
 
 
+def test_a_run_prolonged_by_mistake_and_killed_in_its_first_new_round_is_repeated(
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, keys = tmp_path / "run", [*settings, *short("fedavg")]
+    assert run_here(folder, [*keys, "train.rounds=2"]) == FINISHED
+    before = {path: path.read_bytes() for path in folder.glob("*.csv")}
+    assert folder / "clients.csv" in before
+    run_killed_in_round(2, folder, [*keys, "train.rounds=20"])
+    assert not (folder / "clients.csv").exists()
+    assert load_config(folder / "config.yaml", []).train.rounds == 20
+    assert "a run can only get more" in refused(capfd, *keys, "train.rounds=1", "--out", folder)
+    assert run_here(folder, [*keys, "train.rounds=2"]) == FINISHED
+    assert {path: path.read_bytes() for path in folder.glob("*.csv")} == before
+
+
 def test_a_run_killed_before_config_yaml_was_written_is_resumed(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:

@@ -149,6 +149,11 @@ def test_a_finished_run_that_is_started_again_keeps_its_files_until_they_are_rep
     assert results(tmp_path / "run") == before
     assert main(words) == FINISHED
     assert results(tmp_path / "run") == before
+    if "train.patience=1" in keys:
+        # more rounds, none of which is left
+        words.remove("run.metrics=true")
+        assert main([*words, "train.rounds=9"]) == FINISHED
+        assert results(tmp_path / "run")["clients.csv"] == before["clients.csv"]
 
 
 def test_a_folder_that_may_not_be_read_is_refused_in_one_line(
@@ -174,6 +179,21 @@ def test_fresh_moves_the_old_folder_aside(capsys: pytest.CaptureFixture[str], tm
     assert record["run"]["seed"] == 5
     # what `hpcfl watch` gives as the command that resumes the run
     assert record["environment"]["command"] == f"hpcfl {' '.join([*words, 'run.seed=5'])}"
+
+
+def test_fresh_keeps_a_link_to_the_folder_and_takes_a_dot_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TINY, "train.rounds=1", "--quiet", "--fresh", "--out"]
+    link, scratch = tmp_path / "link", tmp_path / "scratch" / "run"
+    # such as after a purge of the scratch disk
+    link.symlink_to(scratch)
+    assert main([*words, str(link)]) == main([*words, str(link)]) == FINISHED
+    monkeypatch.chdir(scratch)
+    assert main([*words, "."]) == FINISHED
+    assert link.is_symlink()
+    assert sorted(path.name for path in scratch.parent.iterdir()) == ["run", "run.old1", "run.old2"]
+    assert all((path / "clients.csv").is_file() for path in scratch.parent.iterdir())
 
 
 def test_the_default_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
