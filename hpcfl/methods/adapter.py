@@ -306,7 +306,8 @@ class MethodAdapter:
         if self.method.traits.predicts_by == "network":
             return self.method.predict(clients, model, position, x), y
         read = clients.pool | {f"{name!r} of its model": tensor for name, tensor in model.tensors.items()}
-        with clients.seeding_generators(), unchanged(self._hook("predict"), [], read):
+        seeded, alone = clients.seeding_generators(), clients.with_model_only()
+        with seeded, alone, unchanged(self._hook("predict"), [], read):
             found = self.method.predict(clients, model, position, x)
         check_probabilities(self._hook("predict"), found, len(y), self.method.context.num_classes)
         return found, y

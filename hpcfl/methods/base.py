@@ -213,7 +213,8 @@ class Method:
         return self._with_theta(model, clients, tuned.theta)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
+        """Return class probabilities [n, K] of samples x [n, ...] for one client of the group; default: one
+        forward pass. It has the model alone, neither the client's state nor its own samples."""
         return clients.outputs(model, position, class_probabilities, x)
 
     def as_module(self, model: Tensors) -> nn.Module:

@@ -140,8 +140,9 @@ class TrainedModels:
         x = self._as_stored(samples, layout, where)
         model = Message(per_client={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
         clients = self._client_of(0 if client == GLOBAL else client, x)
-        with torch.no_grad():
-            return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
+        samples, _ = clients.samples("test", 0)
+        with torch.no_grad(), clients.with_model_only():
+            return self.method.predict(clients, model, 0, samples).numpy()
 
     @cached_property
     def _engine(self) -> LoopEngine:

@@ -102,6 +102,7 @@ class ClientGroup:
         """Of a sequential method: what the next groups of this round get in place of the download's tensors
         of the same names. That of a group that diverged and is left out is not used."""
         self._can_write = True
+        self._has_model_only = False
         self._noise_of = ""
         self._noise: dict[tuple[str, int], torch.Generator] = {}
 
@@ -112,6 +113,7 @@ class ClientGroup:
         return name in self._worker.state
 
     def __getitem__(self, name: str) -> Tensor:
+        self._check_reads(f"clients[{name!r}]")
         if name not in self._written:
             self._written[name] = self._stored(name)[self._local].to(self.device)
         return self._written[name]
@@ -157,6 +159,21 @@ class ClientGroup:
             f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train` "
             "(new_client_model: inside `clients.temporary_state()`)"
         )
+
+    @contextmanager
+    def with_model_only(self) -> Iterator[None]:
+        """Make the clients' state and samples raise TypeError inside the block: `predict` has the model
+        alone, as it has after the run."""
+        before, self._has_model_only = self._has_model_only, True
+        yield
+        self._has_model_only = before
+
+    def _check_reads(self, what: str) -> None:
+        if self._has_model_only:
+            raise TypeError(
+                f"predict reads {what}, which a finished run does not have; let eval_model return what it "
+                "needs beside theta, as a tensor of the model"
+            )
 
     @contextmanager
     def seeding_generators(self) -> Iterator[None]:
@@ -223,6 +240,7 @@ class ClientGroup:
     @property
     def num_samples(self) -> Tensor:
         """Number of training samples of each client, int64 [C]."""
+        self._check_reads("clients.num_samples")
         return self._worker.shard.count["train"][self._local]
 
     def class_counts(self, num_classes: int) -> Tensor:
@@ -238,10 +256,12 @@ class ClientGroup:
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (a copy of x [n, ...], y [n]) of a split: "train", "val" or "test"."""
+        self._check_reads("the clients' samples")
         return self._worker.shard.samples(split, self._local[position])
 
     def labels(self, split: str, position: int) -> Tensor:
         """Return y [n] of `samples`, without the copy of x."""
+        self._check_reads("the clients' labels")
         return self._worker.shard.labels(split, self._local[position])
 
     def batches(
