@@ -127,7 +127,7 @@ def _epoch(
         for start in range(0, len(theta), engine.clients_at_once):
             group = slice(start, start + engine.clients_at_once)
             clients = ClientGroup(worker, worker.clients[group], 0)
-            clients.replace_buffers(buffers[group].clone())
+            clients.buffers = buffers[group].clone()
             clients.sgd(theta[group])
         if device.type == "cuda":
             torch.cuda.synchronize(device)

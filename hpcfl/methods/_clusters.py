@@ -28,5 +28,5 @@ def best_model(clients: ClientGroup, models: Tensor) -> tuple[Tensor, Tensor]:
     # a diverged model has no loss, and argmin would take it
     chosen = torch.stack(losses, dim=1).nan_to_num(nan=torch.inf).argmin(dim=1)
     everyone = torch.arange(len(clients), device=chosen.device)
-    clients.replace_buffers(buffers[everyone, chosen])
+    clients.buffers = buffers[everyone, chosen]
     return chosen, models[everyone, chosen]

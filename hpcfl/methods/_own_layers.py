@@ -76,9 +76,8 @@ class OwnLayers(SharedLayers):
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         model = self.eval_model(clients, down)
-        return self._finetuned(
-            clients, model, epochs, self.training_gradient(clients, model), self.trained_part
-        )
+        gradient = self.training_gradient(clients, model)
+        return self._finetuned(clients, model, epochs, gradient=gradient, trained=self.trained_part)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""

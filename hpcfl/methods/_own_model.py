@@ -35,8 +35,9 @@ class OwnBesideGlobal(OwnModel, FedAvg):
     traits = OwnModel.traits.replace(averages=("theta",), has_global_model=True)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        """Let a new client's own model start as the global one, and do its first round."""
-        with clients.temporary_state(theta=down["theta"].clone(memory_format=torch.contiguous_format)):
+        """Let a new client's own model start as it is after the download, and do its first round."""
+        theta = self.model_after_download(clients, down).per_client["theta"]
+        with clients.temporary_state(theta=theta.clone(memory_format=torch.contiguous_format)):
             return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:

@@ -34,6 +34,11 @@ class Prototypes(NamedTuple):
     mean_square: Tensor
     """Mean of ||features||^2 over all samples [C]."""
 
+    @property
+    def is_held(self) -> Tensor:
+        """1 for each class that a client has samples of, uint8 [C, K]."""
+        return (self.counts > 0).to(torch.uint8)
+
     def uploaded(self, received: Tensor) -> Tensor:
         """Return the means [C, K, F], with those `received` for classes without samples.
 
@@ -47,9 +52,8 @@ def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototy
     """Compute the prototypes of models [C, P], with the group's running statistics, in evaluation mode."""
     model = {"theta": theta, BUFFERS: clients.buffers}
     means, counts, squares = [], [], []
-    for position in range(len(clients)):
-        x, y = clients.samples("train", position)
-        features = clients.outputs(model, position, body_features, x, y)
+    for position, features in enumerate(clients.training_outputs(model, body_features)):
+        y = clients.labels("train", position)
         is_class = y == torch.arange(num_classes, device=y.device).unsqueeze(1)  # [K, n]
         count = is_class.sum(dim=1)
         # a product and no index_add_, whose order of additions is random on a GPU

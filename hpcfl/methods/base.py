@@ -22,7 +22,7 @@ from hpcfl.methods.context import Context
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.traits import Traits
 from hpcfl.parameters import ParameterLayout, Tensors
-from hpcfl.training.client_group import ClientGroup, GradientOf
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import class_probabilities
 
 State = Tensors
@@ -197,19 +197,10 @@ class Method:
         cannot be written here."""
         return self._finetuned(clients, self.eval_model(clients, down), epochs)
 
-    def _finetuned(
-        self,
-        clients: ClientGroup,
-        model: Message,
-        epochs: int,
-        gradient: GradientOf | None = None,
-        trained: slice = slice(None),
-    ) -> Message:
-        """Return models whose `theta` is adapted: `gradient` and `trained` are those of `ClientGroup.sgd`."""
-        model = model.with_clients(len(clients))
-        tuned = clients.sgd(
-            model["theta"], gradient=gradient, trained=trained, epochs=epochs, purpose="finetune"
-        )
+    def _finetuned(self, clients: ClientGroup, model: Message, epochs: int, **settings: Any) -> Message:
+        """Return models whose `theta` is adapted; `settings` are further arguments of `ClientGroup.sgd`."""
+        theta = model.with_clients(len(clients))["theta"]
+        tuned = clients.sgd(theta, epochs=epochs, purpose="finetune", **settings)
         return self._with_theta(model, clients, tuned.theta)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:

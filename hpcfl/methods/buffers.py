@@ -85,7 +85,7 @@ class Buffers:
         if self.num_models is not None and buffers.dim() == 2:
             # each of the client's models starts from the client's statistics
             buffers = buffers.unsqueeze(1).repeat(1, self.num_models, 1)
-        clients.replace_buffers(buffers)
+        clients.buffers = buffers
         return down
 
     def keep(self, clients: ClientGroup, up: Message) -> None:

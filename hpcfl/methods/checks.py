@@ -33,13 +33,6 @@ FORMER = {
 
 _TRAITS = TypeAdapter(Traits)
 
-NEEDS = {
-    "network": "neither predict nor as_module of its own",
-    "module": "both predict and as_module, from the same class",
-    "rule": "predict of its own",
-}
-"""What each value of `Traits.predicts_by` needs."""
-
 
 def check_class(kind: type[Any], base: type[Any]) -> None:
     """Raise TypeError for a class of `base`, Method, that contradicts itself or misspells a name."""
@@ -74,16 +67,13 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     of_rule, of_module = (
         next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
     )
-    is_right = {
-        "network": of_rule is of_module is base,
-        "module": of_rule is of_module is not base,
-        "rule": of_rule is not base,
-    }
-    if not is_right[kind.traits.predicts_by]:
-        raise TypeError(
-            f"{kind.__name__}.traits.predicts_by={kind.traits.predicts_by} needs "
-            f"{NEEDS[kind.traits.predicts_by]}"
-        )
+    is_right, needs = {
+        "network": (of_rule is of_module is base, "neither predict nor as_module of its own"),
+        "module": (of_rule is of_module is not base, "both predict and as_module, from the same class"),
+        "rule": (of_rule is not base, "predict of its own"),
+    }[kind.traits.predicts_by]
+    if not is_right:
+        raise TypeError(f"{kind.__name__}.traits.predicts_by={kind.traits.predicts_by} needs {needs}")
     names = [diagnostic.name for diagnostic in kind.diagnostics]
     if len(names) > len(set(names)):
         raise TypeError(f"{kind.__name__} has two diagnostics of one name: {', '.join(names)}")

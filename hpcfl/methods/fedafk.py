@@ -42,13 +42,14 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_layers import SharedLayers
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Context, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import cross_entropy_loss, distillation_loss
+from hpcfl.training.losses import distillation_loss
 
 FIXED_HEAD = -2
 """Number of the draw whose head is h_0; clients have the draws from 0 on, the common initial model is -1."""
@@ -76,7 +77,7 @@ class FedAFKParams(Params):
     """Epochs of the head (paper: 1)."""
 
 
-class FedAFK(SharedLayers):
+class FedAFK(OwnBesideGlobal, SharedLayers):
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     privacy_units = ("client",)
     Params = FedAFKParams
@@ -115,9 +116,8 @@ class FedAFK(SharedLayers):
 
         def update_shared(batch: Batch) -> Tensor:
             with clients.discarding_buffer_updates():
-                models = {"theta": shared.theta[batch.members]}
-                gradients, losses = clients.gradient(cross_entropy_loss, models, batch)
-            shared.step(batch.members, gradients["theta"])
+                gradient, losses = clients.plain_gradient(shared.theta[batch.members], batch)
+            shared.step(batch.members, gradient)
             return losses
 
         def update_local(batch: Batch) -> Tensor:
@@ -132,9 +132,8 @@ class FedAFK(SharedLayers):
             models = local.theta[batch.members], shared.theta[batch.members]
             now = coefficient[batch.members]
             with clients.discarding_buffer_updates():
-                mixed = {"theta": self.mix(now, *models)}
-                gradients, losses = clients.gradient(cross_entropy_loss, mixed, batch)
-            slope = self.coefficient_gradient(gradients["theta"], *models)
+                gradient, losses = clients.plain_gradient(self.mix(now, *models), batch)
+            slope = self.coefficient_gradient(gradient, *models)
             slope += self.params.coefficient_pull * (now - self.params.coefficient)
             lr = self.params.coefficient_lr * clients.lr_decay
             coefficient[batch.members] = (now - lr * slope).clamp(0.0, 1.0)
@@ -150,13 +149,6 @@ class FedAFK(SharedLayers):
         head = clients.sgd(mixed, trained=self.layout.head, epochs=self.params.head_epochs, purpose="head")
         clients["theta"], clients["coefficient"] = head.theta, coefficient
         return Message(per_client={"theta": shared.theta}, layer_mask={"theta": self.body_layers})
-
-    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": clients["theta"]})
-
-    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        with clients.temporary_state(theta=self.model_after_download(clients, down).per_client["theta"]):
-            return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         head = clients["theta"][:, self.layout.head]

@@ -76,7 +76,7 @@ class FedAS(FedPer):
         up = super().train(clients, down)
         theta = up.per_client["theta"]
         found = prototypes(clients, theta, self.context.num_classes)
-        clients["prototypes"], clients["is_known"] = found.means, (found.counts > 0).to(torch.uint8)
+        clients["prototypes"], clients["is_known"] = found.means, found.is_held
         return up | Message(per_client={"information": information(clients, theta)}, num_clients=len(clients))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
@@ -110,11 +110,7 @@ class FedAS(FedPer):
 def information(clients: ClientGroup, theta: Tensor) -> Tensor:
     """Return the trace of each client's Fisher information [C], a mean over samples, of models [C, P]."""
     model = {"theta": theta, BUFFERS: clients.buffers}
-    traces = [
-        clients.outputs(model, position, squared_gradients, *clients.samples("train", position)).mean()
-        for position in range(len(clients))
-    ]
-    return torch.stack(traces)
+    return torch.stack([found.mean() for found in clients.training_outputs(model, squared_gradients)])
 
 
 def _distance_of_body(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:

@@ -54,6 +54,6 @@ class FedBABU(SharedLayers):
 
     def _with_head(self, down: Message) -> Message:
         """Return the downloaded body under the fixed head, which all clients share."""
-        theta = down.shared["theta"].clone()
-        theta[self.layout.head] = self._head.to(theta)
-        return Message(shared={"theta": theta}, num_clients=down.num_clients)
+        theta = down.shared["theta"]
+        shared = {"theta": self.layout.with_head(theta, self._head.to(theta))}
+        return Message(shared, num_clients=down.num_clients)

@@ -137,8 +137,7 @@ class FedFomo(ModelBank):
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         _, trained_on = self._parts(clients)
-        theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
-        return Message(per_client={"theta": theta})
+        return self._finetuned(clients, self.eval_model(clients, down), epochs, samples=trained_on)
 
     def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""

@@ -21,7 +21,6 @@ Choices the paper leaves open:
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from torch.func import functional_call
@@ -59,7 +58,7 @@ class FedGH(OwnModel):
         theta = clients.sgd(self.layout.with_head(clients["theta"], down["head"])).theta
         clients["theta"] = theta
         found = prototypes(clients, theta, self.context.num_classes)
-        return Message(per_client={"prototypes": found.means, "is_known": (found.counts > 0).to(torch.uint8)})
+        return Message(per_client={"prototypes": found.means, "is_known": found.is_held})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect("prototypes", "is_known")

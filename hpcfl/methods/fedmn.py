@@ -259,13 +259,11 @@ class FedMN(TwoPhaseMethod):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        total, samples = None, cohort.num_samples.double().unsqueeze(1)
+        total, samples = None, cohort.num_samples.unsqueeze(1)
         if self.params.aggregation == "sum" and self.needs_request(cohort.round):
             # where the total is 0, the server's weights stay
             total = samples.sum() * self._is_modular
-        weights = {
-            name: mask.double().expand(len(cohort), -1) * samples for name, mask in up.sent.layer_mask.items()
-        }
+        weights = {name: mask * samples for name, mask in up.sent.layer_mask.items()}
         old = dict.fromkeys(weights, server["theta"])
         server["theta"] = self._joined(layer_means(up, weights, self.layers, old, total))
 
@@ -274,11 +272,8 @@ class FedMN(TwoPhaseMethod):
     def logits(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
         model = {"theta": down["theta"], BUFFERS: clients.buffers}
-        rows = []
-        for position in range(len(clients)):
-            x, y = clients.samples("train", position)
-            rows.append(clients.outputs(model, position, lambda n, x, y: n.router(x, y), x, y).mean(dim=0))
-        return torch.stack(rows).cpu()
+        found = clients.training_outputs(model, lambda network, x, y: network.router(x, y))
+        return torch.stack([logits.mean(dim=0) for logits in found]).cpu()
 
     def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf | None:
         """Return the gradient of training; `fixed` has the decisions, and `slope` if the router learns, both
@@ -330,19 +325,15 @@ class FedMN(TwoPhaseMethod):
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         model = self.eval_model(clients, down)
-        return self._finetuned(
-            clients, model, epochs, self._gradient(clients, model.only("decision").per_client)
-        )
+        return self._finetuned(clients, model, epochs, gradient=self._gradient(clients, model.per_client))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        model = self.eval_model(clients, down)
-        if not self.buffers.has_policy("local"):
-            return model
-        fixed = model.only("decision").per_client
-        if fixed:
-            # with a slope, the router too is computed
-            fixed = fixed | {"slope": torch.zeros_like(fixed["decision"])}
-        clients.find_statistics(down["theta"], self._gradient(clients, fixed))
+        if self.buffers.has_policy("local"):
+            fixed = self.eval_model(clients, down).per_client
+            if fixed:
+                # with a slope, the router too is computed
+                fixed["slope"] = torch.zeros_like(fixed["decision"])
+            clients.find_statistics(down["theta"], self._gradient(clients, fixed))
         return self.eval_model(clients, down)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods._own_model import OwnBesideGlobal
@@ -32,7 +32,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import discrepancy, distillation_loss
+from hpcfl.training.losses import body_features, discrepancy, distillation_loss
 
 MOST = 0.9
 """Largest share that a private model keeps of itself in a round."""
@@ -66,7 +66,9 @@ class FedPHP(OwnBesideGlobal):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         private, buffers = clients["theta"], clients.buffers.clone()
         count = clients["count"]
-        taught = clients.over_training_set({"theta": private, BUFFERS: buffers}, self._teach)
+        of_features = self.params.regulariser == "mmd"
+        teach = body_features if of_features else lambda network, x, y: network(x)
+        taught = clients.over_training_set({"theta": private, BUFFERS: buffers}, teach)
         share = self.params.transfer * (count > 0)
 
         def known(batch: Batch) -> Tensors:
@@ -75,7 +77,7 @@ class FedPHP(OwnBesideGlobal):
         theta = clients.sgd(down["theta"], gradient=clients.gradient_with_constants(self._loss, known)).theta
         kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
-        clients.replace_buffers(torch.lerp(clients.buffers, buffers, kept))
+        clients.buffers = torch.lerp(clients.buffers, buffers, kept)
         clients["count"] = count + 1
         return Message(per_client={"theta": theta})
 
@@ -86,11 +88,6 @@ class FedPHP(OwnBesideGlobal):
         if self.context.privacy.unit == "client":
             return train.rounds * train.participation
         return train.rounds * train.cohort_size(clients) / clients
-
-    def _teach(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        part = network.get_submodule("body") if self.params.regulariser == "mmd" else network
-        taught: Tensor = part(x)
-        return taught
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)

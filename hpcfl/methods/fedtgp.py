@@ -78,12 +78,7 @@ class FedTGP(FedProto):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = self._trained(clients, down)
         found = prototypes(clients, clients["theta"], self.context.num_classes)
-        return Message(
-            per_client={
-                "prototypes": found.uploaded(down["prototypes"]),
-                "held": (found.counts > 0).to(torch.uint8),
-            }
-        )
+        return Message(per_client={"prototypes": found.uploaded(down["prototypes"]), "held": found.is_held})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect("prototypes", "held")

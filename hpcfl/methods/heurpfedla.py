@@ -74,11 +74,8 @@ class HeurpFedLA(PFedLA):
             self.diagnostics = PFedLA.diagnostics
 
     def client_state(self, clients: Sequence[int]) -> State:
-        state = super().client_state(clients)
-        if not self.params.k:
-            return state
-        own = self.context.initial_parameters(clients, self.params.initial_models == "own")
-        return state | {self._own: own}
+        own = {self._own: self._initial_models(clients)} if self.params.k else {}
+        return super().client_state(clients) | own
 
     @property
     def _own(self) -> str:
@@ -86,10 +83,8 @@ class HeurpFedLA(PFedLA):
         return "theta" if self.params.server == "whole" else "own"
 
     def server_state(self) -> State:
-        if not self.params.k:
-            return super().server_state()
         rounds = torch.zeros(self.context.num_clients, len(self.layers), dtype=torch.int64)
-        return super().server_state() | {"retained_rounds": rounds}
+        return super().server_state() | ({"retained_rounds": rounds} if self.params.k else {})
 
     def download(self, server: State, cohort: Cohort) -> Message:
         message = super().download(server, cohort)

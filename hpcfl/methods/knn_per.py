@@ -63,21 +63,20 @@ class KnnPer(FedAvg):
     params: KnnPerParams
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return down.only("theta") | self._memory(clients, down["theta"])
+        return self._with_memory(clients, down.only("theta"))
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         return self.eval_model(clients, down)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        theta = up.per_client["theta"]
-        return Message(per_client={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+        return self._with_memory(clients, up.only("theta"))
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, purpose="finetune").theta
-        return Message(per_client={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+        return self._with_memory(clients, Message(per_client={"theta": theta}))
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
-        """Return the mixture's probabilities [n, K]; see `_memory` for the parts of the model."""
+        """Return the mixture's probabilities [n, K]; see `_with_memory` for the parts of the model."""
 
         def probabilities(network: nn.Module, x: Tensor) -> Tensor:
             parts = {name: model[name][position] for name in ("store", "labels", "weight")}
@@ -95,15 +94,15 @@ class KnnPer(FedAvg):
         neighbours, scale = self.params.neighbours, self.params.scale
         return WithNeighbours(network, parts["store"], labels, parts["weight"], neighbours, scale)
 
-    def _memory(self, clients: ClientGroup, theta: Tensor) -> Message:
-        """Return what each client adds to its model, theta [C, P].
+    def _with_memory(self, clients: ClientGroup, models: Message) -> Message:
+        """Return models `theta` with what each client adds to its own.
 
         These are the features `store` [C, most, F] and `labels` [C, most] of its training set, and lambda_i,
         `weight` [C]. Stores are filled up to the size of the largest one, with infinite features, whose votes
         are 0.
         """
-        model = {"theta": theta, BUFFERS: clients.buffers}
-        context = self.context
+        models, context = models.with_clients(len(clients)), self.context
+        model = {"theta": models["theta"], BUFFERS: clients.buffers}
         most = int(torch.cat([context.num_samples, context.num_samples_of_unseen]).max())
         rows: dict[str, list[Tensor]] = {"store": [], "labels": [], "weight": []}
         for position in range(len(clients)):
@@ -114,8 +113,7 @@ class KnnPer(FedAvg):
             rows["store"].append(pad(outputs[:, : -context.num_classes], (0, 0, 0, missing), value=torch.inf))
             rows["labels"].append(pad(y, (0, missing)))
             rows["weight"].append(weight)
-        tensors = {name: torch.stack(of_clients) for name, of_clients in rows.items()}
-        return Message(per_client=tensors, num_clients=len(clients))
+        return models | Message(per_client={name: torch.stack(found) for name, found in rows.items()})
 
     def _weight(self, clients: ClientGroup, model: Tensors, position: int, outputs: Tensor) -> Tensor:
         """Return lambda_i [] of a client whose training samples have features and logits [n, F + K]."""

@@ -101,8 +101,7 @@ class PerFedAvg(FedAvg):
         return self.eval_model(clients, down)
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
-        return Message(per_client={"theta": theta})
+        return self._finetuned(clients, down.only("theta"), epochs, lr=self.params.alpha)
 
     @staticmethod
     def _slope(clients: ClientGroup, theta: Tensor, batch: Batch) -> Tensor:

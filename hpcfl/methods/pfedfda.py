@@ -128,12 +128,11 @@ class PFedFDA(FedAvg):
         model = {"theta": theta, BUFFERS: clients.buffers}
         everyone = Gaussians(down["means"][0].double(), down["covariance"][0].double())
         found = []
-        for position, client in enumerate(clients.ids):
-            x, y = clients.samples("train", position)
-            features = clients.outputs(model, position, body_features, x, y).double()
+        for position, features in enumerate(clients.training_outputs(model, body_features)):
+            y, features = clients.labels("train", position), features.double()
             share = self.params.beta
             if share is None:
-                stream = torch_stream(self.context.seed, "folds", clients.round, client)
+                stream = torch_stream(self.context.seed, "folds", clients.round, clients.ids[position])
                 share = self.chosen_share(features, y, folds(y, stream), everyone)
             found.append(everyone.towards(self.moments(features, y, everyone.means), share))
         means, covariances = (torch.stack(rows).to(theta) for rows in zip(*found, strict=True))

@@ -164,7 +164,7 @@ class PFedLA(Method):
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
-        state = self._initial_models("whole", clients)
+        state = {"theta": self._initial_models(clients)} if self.sharded is None else {}
         if self.buffers.has_policy("mixed"):
             state[BUFFERS] = self.buffers.initial(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
@@ -172,13 +172,11 @@ class PFedLA(Method):
         return state | self.learner.initial(self.context.seed, head_init)
 
     def client_state(self, clients: Sequence[int]) -> State:
-        return self._initial_models("sharded", clients)
+        return {} if self.sharded is None else {"theta": self._initial_models(clients)}
 
-    def _initial_models(self, server: Literal["whole", "sharded"], clients: Sequence[int]) -> State:
-        """Return the initial models [C, P] of some clients, if `method.server` is this."""
-        if self.params.server != server:
-            return {}
-        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
+    def _initial_models(self, clients: Sequence[int]) -> Tensor:
+        """Return the initial models [C, P] of some clients."""
+        return self.context.initial_parameters(clients, self.params.initial_models == "own")
 
     def models(self, server: State) -> ShardedRows | WholeRows:
         """Return the clients' models, which this server mixes, compares and replaces."""
@@ -244,7 +242,7 @@ class PFedLA(Method):
     def _mixture(self, clients: ClientGroup, down: Message, models: WholeRows, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
         if self.buffers.has_policy("mixed"):
-            clients.replace_buffers(self.mix_buffers(alpha, down.shared["models_buffers"]))
+            clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
         return models.mix(alpha)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
@@ -253,11 +251,11 @@ class PFedLA(Method):
     def self_weights(self, server: State) -> Tensor:
         """Return the weight of each client's own model [N, L]."""
         num_clients = self.context.num_clients
-        own = []
         step = max(1, WEIGHTS_AT_ONCE // (len(self.layers) * num_clients))
-        for start in range(0, num_clients, step):
-            some = range(start, min(start + step, num_clients))
-            own.append(self.alpha(server, some)[:, :, some.start : some.stop].diagonal(dim1=0, dim2=2).T)
+        own = [
+            self.alpha(server, some.tolist())[:, :, some].diagonal(dim1=0, dim2=2).T
+            for some in torch.arange(num_clients).split(step)
+        ]
         return torch.cat(own)
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:

@@ -229,7 +229,8 @@ class PFedMB(Method):
             share = alpha / alpha.square().sum(dim=-1, keepdim=True)
 
         def gradient(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            of_mixed, losses = self._mixed_gradient(clients, alpha[batch.members], weights, batch)
+            mixed = self.mix(alpha[batch.members], weights)
+            of_mixed, losses = clients.plain_gradient(mixed, batch)
             return self.spread(share[batch.members], of_mixed), losses
 
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
@@ -244,18 +245,13 @@ class PFedMB(Method):
             leaf = kept[batch.members].clone().requires_grad_()
             alpha = self.alpha(leaf)
             fixed = branches[batch.members]
-            of_mixed, losses = self._mixed_gradient(clients, alpha.detach(), fixed, batch)
+            of_mixed, losses = clients.plain_gradient(self.mix(alpha.detach(), fixed), batch)
             towards = (alpha * self.alpha_gradient(of_mixed, fixed)).sum()
             (slope,) = torch.autograd.grad(towards, leaf)
             moved = leaf.detach() - lr * slope
             kept[batch.members] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)
         return kept
-
-    def _mixed_gradient(
-        self, clients: ClientGroup, alpha: Tensor, branches: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        return clients.plain_gradient(self.mix(alpha, branches), batch)
 
     def _apart(self, branches: Tensor) -> tuple[State, State]:
         """Split branches [..., B, P] into the first, which travels whole, and the others, masked."""

@@ -90,5 +90,4 @@ class PFedMe(OwnBesideGlobal):
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         lr = self.params.personal_lr * clients.lr_decay
-        tuned = clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune")
-        return Message(per_client={"theta": tuned.theta})
+        return self._finetuned(clients, self.eval_model(clients, down), epochs, lr=lr)

@@ -91,7 +91,9 @@ class ClientGroup:
         self._written: Tensors = {}
         self._versions: dict[str, int] = {}
         self.device = worker.device
-        self._buffers = torch.empty(len(self.ids), 0, device=self.device)
+        self.buffers = torch.empty(len(self.ids), 0, device=self.device)
+        """Running statistics that training and evaluation use and update in place: [C, U], or [C, M, U] of M
+        models a client."""
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
         """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
@@ -210,32 +212,22 @@ class ClientGroup:
                 stored[[self._local[n] for n in members]] = rows[list(members)].to(stored.device)
         self._written.clear()
 
-    @property
-    def buffers(self) -> Tensor:
-        """Running statistics that training and evaluation use and update: [C, U], or [C, M, U] of M models a
-        client."""
-        return self._buffers
-
-    def replace_buffers(self, buffers: Tensor) -> None:
-        """Use other running statistics from now on; this object updates the tensor in place."""
-        self._buffers = buffers
-
     @contextmanager
     def buffers_of_model(self, number: int) -> Iterator[None]:
         """Use and update those of one of the clients' M models inside the block, as [C, U]."""
-        of_all = self._buffers
-        self._buffers = of_all[:, number].clone()
+        of_all = self.buffers
+        self.buffers = of_all[:, number].clone()
         yield
-        of_all[:, number] = self._buffers
-        self._buffers = of_all
+        of_all[:, number] = self.buffers
+        self.buffers = of_all
 
     @contextmanager
     def discarding_buffer_updates(self, clients: Tensor | None = None) -> Iterator[None]:
         """Discard updates of the running statistics inside the block, of some clients, bool [C, 1], or of
         all: they belong to a model that is not evaluated."""
-        kept = self._buffers.clone()
+        kept = self.buffers.clone()
         yield
-        self._buffers = kept if clients is None else torch.where(clients, kept, self._buffers)
+        self.buffers = kept if clients is None else torch.where(clients, kept, self.buffers)
 
     @property
     def num_samples(self) -> Tensor:
@@ -247,7 +239,7 @@ class ClientGroup:
         """Return each client's training samples by class, [C, num_classes] in the models' type."""
         everyone = range(len(self))
         counts = [self.labels("train", n).bincount(minlength=num_classes) for n in everyone]
-        return torch.stack(counts).to(self._buffers.dtype)
+        return torch.stack(counts).to(self.buffers.dtype)
 
     @property
     def pool(self) -> Tensors:
@@ -391,11 +383,11 @@ class ClientGroup:
     def _buffers_of(self, batch: Batch) -> Iterator[Tensor]:
         """Give the running statistics of a batch's members, which the block updates in place."""
         if isinstance(batch.members, slice):
-            yield self._buffers
+            yield self.buffers
             return
-        buffers = self._buffers[batch.members]
+        buffers = self.buffers[batch.members]
         yield buffers
-        self._buffers[batch.members] = buffers
+        self.buffers[batch.members] = buffers
 
     def sgd(
         self,
@@ -533,24 +525,31 @@ class ClientGroup:
         theta, buffers = model["theta"][position], model["buffers"][position]
         return self._worker.evaluator.outputs(theta, buffers, call, *samples)
 
-    def over_training_set(
+    def training_outputs(
         self, model: Tensors | Message, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        """Return call(network, x, y) of each client's model on its training samples, [C, most, ...].
+    ) -> Iterator[Tensor]:
+        """Yield call(network, x, y) of each client's model on its training samples, [n, ...].
 
-        The network is in evaluation mode; rows beyond a client's number of samples are zero. `samples`: see
-        `batches`; if all samples are used, `Batch.pick` finds the rows of a mini-batch. Both engines process
-        one client after the other: one client's samples fill a device, and vmap would need padding.
+        The network is in evaluation mode; `samples`: see `batches`. Both engines process one client after the
+        other: one client's samples fill a device, and vmap would need padding.
         """
-        rows = []
         if samples is not None:
             samples = torch.cat(list(samples)).to(self.device).split([len(chosen) for chosen in samples])
         for position in range(len(self)):
             x, y = self.samples("train", position)
             if samples is not None:
                 x, y = x[samples[position]], y[samples[position]]
-            rows.append(self.outputs(model, position, call, x, y))
-        return pad_sequence(rows, batch_first=True)
+            yield self.outputs(model, position, call, x, y)
+
+    def over_training_set(
+        self, model: Tensors | Message, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Return the `training_outputs` of all clients, [C, most, ...].
+
+        Rows beyond a client's number of samples are zero. If all samples are used, `Batch.pick` finds the
+        rows of a mini-batch.
+        """
+        return pad_sequence(list(self.training_outputs(model, call, samples)), batch_first=True)
 
     def scores(self, model: Message, split: str) -> Tensor | None:
         """Return (accuracy, mean loss) of each client's model on its samples of a split, float64 [C, 2].

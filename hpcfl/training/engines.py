@@ -69,9 +69,6 @@ class LoopEngine:
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
         """See Engine; C is 1."""
-        if loss is cross_entropy_loss:
-            gradient, losses = self.plain_gradient(tensors["theta"], buffers, batch)
-            return {"theta": gradient.clone()}, losses
         self._set_training(True)
         one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}

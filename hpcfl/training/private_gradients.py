@@ -19,7 +19,6 @@ from hpcfl.parameters import ParameterLayout
 from hpcfl.training.batches import Batch
 from hpcfl.training.engines import training_copy
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import cross_entropy_loss
 
 SAMPLES_AT_ONCE = 64
 """Samples whose gradients are held at once."""
@@ -69,5 +68,4 @@ class PrivateGradients:
     def _loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         nothing = theta.new_empty(0)
         forward = Forward(self._network, self._layout, nothing, label_smoothing=self._label_smoothing)
-        one = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), y.new_zeros(1))
-        return cross_entropy_loss(forward, {"theta": theta}, one)
+        return forward.cross_entropy(forward.logits(theta, x.unsqueeze(0)), y.unsqueeze(0))

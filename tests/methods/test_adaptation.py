@@ -203,7 +203,7 @@ class Reference:
             self.passes[client].append(passes)
             self.stage[client] = 2 if passes else max(1, self.stage[client])
             alone = ClientGroup(self.run.worker, [client], number)
-            alone.replace_buffers(self.statistics.unsqueeze(0).clone())
+            alone.buffers = self.statistics.unsqueeze(0).clone()
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
             moved.append(alone.buffers[0])
         self.own[list(clients)] = torch.stack(ends)

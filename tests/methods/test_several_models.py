@@ -151,7 +151,7 @@ def test_rounds_of_ifca_equal_those_by_hand_and_each_model_has_its_own_statistic
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
             alone = ClientGroup(run.worker, [client], number)
-            alone.replace_buffers(statistics[cluster : cluster + 1].clone())
+            alone.buffers = statistics[cluster : cluster + 1].clone()
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])
         theta, statistics = theta.clone(), statistics.clone()

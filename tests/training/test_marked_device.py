@@ -343,7 +343,7 @@ def test_a_local_round_begins_and_ends_with_one_transfer(marked: Marked, sizes: 
     """The order of samples goes to the device; losses and flags of divergence are returned together."""
     place, theta, buffers = place_of(sizes)
     clients = ClientGroup(place, range(3), 0)
-    clients.replace_buffers(buffers)
+    clients.buffers = buffers
     marked.transfers.clear()
     trained = clients.sgd(theta)
     assert marked.transfers == Counter({"to device": 1})
@@ -363,7 +363,7 @@ def test_a_step_has_few_operators(marked: Marked) -> None:
     counts = []
     for epochs in (1, 2):
         clients = ClientGroup(place, range(3), 0)
-        clients.replace_buffers(buffers)
+        clients.buffers = buffers
         marked.operators.clear()
         clients.sgd(theta, epochs=epochs)
         counts.append(sum(n for name, n in marked.operators.items() if name not in VIEWS))
