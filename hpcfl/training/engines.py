@@ -32,7 +32,7 @@ class Engine(Protocol):
     clients_at_once: int
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
-        """Differentiate each client's loss with respect to each of its tensors.
+        """Differentiate each client's loss with respect to each of its floating-point tensors.
 
         Takes tensors [C, ...] and buffers [C, U] (updated in place); returns gradients of the same
         names and shapes, and the losses [C].
@@ -71,9 +71,10 @@ class LoopEngine:
         """See Engine; C is 1."""
         self._set_training(True)
         one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
-        leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
+        own = {name: tensor[0].detach() for name, tensor in tensors.items()}
+        leaves = {name: tensor.requires_grad_() for name, tensor in own.items() if tensor.is_floating_point()}
         forward = Forward(self._working, self._layout, buffers[0], self._precision, self._label_smoothing)
-        value = _one_number(loss(forward, leaves, one))
+        value = _one_number(loss(forward, own, one))
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
@@ -124,15 +125,17 @@ class BatchedEngine:
         """See Engine."""
 
         def client_loss(
-            tensors: Tensors, buffers: Tensor, x: Tensor, y: Tensor, index: Tensor
+            leaves: Tensors, others: Tensors, buffers: Tensor, x: Tensor, y: Tensor, index: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             statistics = buffers.clone()
             forward = Forward(self._network, self._layout, statistics, label_smoothing=self._label_smoothing)
-            value = _one_number(loss(forward, tensors, Batch(batch.members, x, y, index)))
+            value = _one_number(loss(forward, leaves | others, Batch(batch.members, x, y, index)))
             return value, (value.detach(), statistics)
 
+        leaves = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        others = {name: tensor for name, tensor in tensors.items() if name not in leaves}
         per_client = vmap(grad(client_loss, has_aux=True), randomness="different")
-        gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
+        gradients, (values, statistics) = per_client(leaves, others, buffers, batch.x, batch.y, batch.index)
         buffers.copy_(statistics)
         return gradients, values
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import LastBatch, Precision, TrainConfig
 from hpcfl.errors import UserError
-from hpcfl.parameters import ParameterLayout
+from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
 from hpcfl.setup import validate
@@ -22,6 +22,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
+from hpcfl.training.forward import Forward
 from hpcfl.training.losses import class_probabilities, cross_entropy_loss
 
 KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
@@ -210,6 +211,26 @@ def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> N
     first, _ = clients.plain_gradient(theta, next(clients.batches(epochs=1)))
     assert torch.equal(found[0], first)
     assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_loss_may_have_constants_that_are_no_floating_point_numbers(batched: bool) -> None:
+    network = make_network()
+    place = make_worker(network, [4], settings(), clients_at_once=1 if batched else None)
+    clients = everyone(place, buffers=torch.empty(1, 0))
+    theta, _ = spread(network, 1)
+    batch = next(clients.batches(epochs=1))
+
+    def loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        logits = forward.logits(tensors["theta"], batch.x) * tensors["factor"]
+        return forward.cross_entropy(logits.where(tensors["is_held"], -1e9), batch.y)
+
+    def gradient(*held: int) -> Tensor:
+        known = {"is_held": torch.tensor([held]) > 0, "factor": torch.ones(1, 1, dtype=torch.int64)}
+        return clients.gradient_with_constants(loss, lambda batch: known)(theta, batch)[0]
+
+    torch.testing.assert_close(gradient(*[1] * 10), clients.plain_gradient(theta, batch)[0])
+    assert not torch.equal(gradient(*[1] * 9, 0), gradient(*[1] * 10))
 
 
 # The loop engine
