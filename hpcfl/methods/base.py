@@ -21,6 +21,7 @@ from hpcfl.methods.checks import check_class, check_private, check_settings
 from hpcfl.methods.context import Context
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.traits import Traits
+from hpcfl.models import check_outputs
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import class_probabilities
@@ -79,6 +80,9 @@ class Method:
         check_settings(self.name, self.traits, context)
         self.network = self.make_network()
         """What clients train."""
+        if self.network is not context.network and self.traits.predicts_by == "network":
+            key = f"method.name={self.name}, make_network"
+            check_outputs(key, self.network, context.sample, context.num_classes)
         self.layout = ParameterLayout(self.network)
         self.layers = self.layout.layers()
         """The units of weights, masks and byte counts: one layer per module, unless a class's __init__ sets

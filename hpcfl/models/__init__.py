@@ -100,6 +100,11 @@ def check_network(name: str, network: object, sample: SampleType, num_classes: i
             raise UserError(f"{key}: {tensor} is {buffer.dtype}; expected: {torch.get_default_dtype()}")
         if not buffer.isfinite().all():
             raise UserError(f"{key}: the buffer {tensor} is not finite; make a mask of true and false of it")
+    check_outputs(key, network, sample, num_classes)
+
+
+def check_outputs(key: str, network: nn.Module, sample: SampleType, num_classes: int) -> None:
+    """Raise UserError unless a network returns the logits of samples, and keeps nothing that engines lose."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
@@ -154,4 +159,13 @@ def _outputs(key: str, network: nn.Module, sample: SampleType) -> object:
     return outputs
 
 
-__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network", "check_network"]
+__all__ = [
+    "MODELS",
+    "ConvNetOptions",
+    "Model",
+    "Network",
+    "NetworkOptions",
+    "build_network",
+    "check_network",
+    "check_outputs",
+]

@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.errors import FINISHED, STOPPED
+from hpcfl.errors import FINISHED, STOPPED, UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
@@ -684,6 +684,16 @@ def test_a_network_that_does_not_match_its_layout_is_reported() -> None:
         self.network = nn.Linear(3, 2)
 
     raises(r"Mistaken set network after .* return it from make_network", __init__=careless)
+
+
+def test_a_network_of_a_method_with_other_outputs_is_refused() -> None:
+    def small(self: FedAvg) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    with pytest.raises(
+        UserError, match=r"fedavg, make_network: .* \[2, 3\] for two .*: \[2, 10\], the logits"
+    ):
+        run_with(make_network=small)
 
 
 def test_layers_that_leave_out_parameters_are_refused() -> None:
