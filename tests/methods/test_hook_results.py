@@ -32,7 +32,6 @@ from hpcfl.methods.pfedla import PFedLA
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import class_probabilities
 
 
 def as_network(theta: Tensor) -> None:
@@ -488,24 +487,16 @@ def test_predictions_must_be_probabilities(call: Callable[..., Tensor], expected
 @pytest.mark.parametrize(
     ("read", "expected"),
     [
-        (lambda clients: clients["theta"], r"clients\['theta'\]"),
-        (lambda clients: clients.class_counts(10), "the clients' labels"),
-        (lambda clients: clients.samples("train", 0), "the clients' samples"),
-        (lambda clients: clients.num_samples, r"clients\.num_samples"),
+        (lambda _, clients, *rest: clients["theta"], r"clients\['theta'\]"),
+        (lambda _, clients, *rest: clients.class_counts(10), "the clients' labels"),
+        (lambda _, clients, *rest: clients.samples("train", 0), "the clients' samples"),
+        (lambda _, clients, *rest: clients.num_samples, r"clients\.num_samples"),
     ],
 )
-def test_predictions_are_made_from_the_model_alone(
-    read: Callable[[ClientGroup], object], expected: str
-) -> None:
+def test_predictions_are_made_from_the_model_alone(read: Callable[..., object], expected: str) -> None:
     """`predict` of a finished run has nothing else."""
-
-    def predict(_: Local, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
-        read(clients)
-        return clients.outputs(model, position, class_probabilities, x)
-
     rule = Local.traits.replace(predicts_by="rule")
-    expected = f"predict reads {expected}, which a finished run does not have; let eval_model return what"
-    raises(expected, Local, traits=rule, predict=predict)
+    raises(f"predict reads {expected}, which a finished run does not have", Local, traits=rule, predict=read)
 
 
 def test_evaluated_models_with_parts_of_other_shapes_are_refused_at_once() -> None:
