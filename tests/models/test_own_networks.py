@@ -78,10 +78,12 @@ class Scaled(nn.Linear):
 
     def __init__(self, is_buffer: bool) -> None:
         super().__init__(4, 3)
-        self.scale = torch.ones(3, dtype=torch.float64)
+        self.scale: Tensor
+        scale = torch.ones(3, dtype=torch.float64)
         if is_buffer:
-            del self.scale
-            self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.scale

@@ -201,12 +201,16 @@ def test_engines_agree_in_float64_after_a_local_round(
     assert trained.steps.tolist() == alone[2].tolist() == ([12, 9, 6, 3, 3] if sizes == SIZES else [2, 1])
 
 
+def one_client(samples: int, batched: bool) -> tuple[ClientGroup, Tensor]:
+    """Return a group of one client with so many samples, and a model for it, theta [1, P]."""
+    network = make_network()
+    place = make_worker(network, [samples], settings(), clients_at_once=1 if batched else None)
+    return everyone(place, buffers=torch.empty(1, 0)), spread(network, 1)[0]
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> None:
-    network = make_network()
-    place = make_worker(network, [8], settings(), clients_at_once=1 if batched else None)
-    clients = everyone(place, buffers=torch.empty(1, 0))
-    theta, _ = spread(network, 1)
+    clients, theta = one_client(8, batched)
     found = [clients.plain_gradient(theta, batch)[0] for batch in clients.batches(epochs=1)]
     first, _ = clients.plain_gradient(theta, next(clients.batches(epochs=1)))
     assert torch.equal(found[0], first)
@@ -215,10 +219,7 @@ def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> N
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_loss_may_have_constants_that_are_no_floating_point_numbers(batched: bool) -> None:
-    network = make_network()
-    place = make_worker(network, [4], settings(), clients_at_once=1 if batched else None)
-    clients = everyone(place, buffers=torch.empty(1, 0))
-    theta, _ = spread(network, 1)
+    clients, theta = one_client(4, batched)
     batch = next(clients.batches(epochs=1))
 
     def loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
