@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from hpcfl import __version__
-from hpcfl.errors import UserError
 from hpcfl.formatting import aligned
+from hpcfl.storage.atomic import writing
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def _row(ratio: Ratio) -> list[str]:
 
 
 def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
-    """Write ratios with what they were measured on; UserError where that is not possible."""
+    """Write ratios with what they were measured on; UserError where that is not possible, StorageError
+    without room."""
     shown = ("name", "value", "goal", "holds", "parts", "detail")
     found = {
         "hpcfl": __version__,
@@ -82,7 +83,5 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         "ranks": num_ranks,
         "ratios": [{key: getattr(ratio, key) for key in shown} for ratio in ratios],
     }
-    try:
+    with writing(str(path), "name another with --json FILE"):
         path.write_text(json.dumps(found, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another with --json FILE") from error

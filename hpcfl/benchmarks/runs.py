@@ -18,7 +18,6 @@ from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
-from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
@@ -26,6 +25,7 @@ from hpcfl.registries import merge, resolve
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.recording import Timing
 from hpcfl.simulation.round_loop import Simulation
+from hpcfl.storage.atomic import writing
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress, silenced
 
@@ -136,11 +136,9 @@ def run(world: Communicator, config: Config) -> Timing:
 
 
 def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> RunFolder:
-    """Open a new run folder here, which `at_exit` removes; UserError where that is not possible."""
-    try:
+    """Open a new run folder here, which `at_exit` removes; UserError where it cannot be."""
+    with writing("here", "go to a folder that can be written"):
         made = at_exit.enter_context(tempfile.TemporaryDirectory(prefix=".hpcfl-bench-", dir="."))
-    except OSError as error:
-        raise UserError(f"cannot write here: {error.strerror}; go to a folder that can be written") from error
     folder = RunFolder(Path(made) / "run", config, uses_total_rounds=True)
     folder.open(False, layout, at_exit, {})
     return folder

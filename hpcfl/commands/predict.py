@@ -15,7 +15,7 @@ from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
 from hpcfl.results.models import GLOBAL
 from hpcfl.results.run import load_run
-from hpcfl.storage.atomic import csv_text, replace_file
+from hpcfl.storage.atomic import csv_text, replace_file, writing
 
 
 def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
@@ -44,10 +44,8 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
     labels = probabilities.argmax(axis=1)
     header = ["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))]
     rows = ([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
-    try:
+    with writing(str(out), "give another --out FILE"):
         replace_file(out, csv_text([header, *rows]))
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     if (shift := models.config.data.shift) is not None:
         print(f"data.shift={shift} is not applied here: samples of a client must have its change already")
     print(f"labels and probabilities of {len(labels)} samples are in {out}")

@@ -11,7 +11,7 @@ from hpcfl.checks.nodes import check_same_data, check_same_partition, check_same
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
-from hpcfl.errors import UserError
+from hpcfl.errors import StorageError, UserError
 from hpcfl.methods import METHODS
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.environment import environment_of
@@ -139,7 +139,7 @@ def _write_report(folder: Path) -> Path | None:
 
     try:
         write_report([load_run(folder)], folder / REPORT_NAME)
-    except (UserError, OSError) as error:
+    except (UserError, StorageError, OSError) as error:
         LOG.warning(f"no report: {error}")
         return None
     return folder / REPORT_NAME

@@ -12,10 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hpcfl import __version__
-from hpcfl.errors import UserError
 from hpcfl.report.content import page_content
 from hpcfl.results.run import Run, folder_names
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import replace_file, writing
 
 HERE = Path(__file__).parent
 REPORT_NAME = "report.html"
@@ -26,12 +25,11 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
 
     Raises:
         UserError: a run cannot be shown, runs cannot be compared, or the file cannot be written.
+        StorageError: there is no room.
     """
     text = render(runs)
-    try:
+    with writing(str(out), "name another file with --out FILE"):
         replace_file(out, text)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out FILE") from error
 
 
 def render(runs: Sequence[Run]) -> str:

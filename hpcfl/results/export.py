@@ -16,7 +16,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Tensors
 from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import replace_file, writing
 from hpcfl.storage.reading import Columns
 from hpcfl.storage.snapshot import DataRecord
 
@@ -59,6 +59,7 @@ def export(
 
     Raises:
         UserError: there are no such models, the ending is unknown, or the files cannot be written.
+        StorageError: there is no room.
     """
     is_file = out.suffix in KINDS
     if is_file and client == ALL:
@@ -71,12 +72,10 @@ def export(
     files: list[Path] = []
     if client not in (ALL, GLOBAL):
         client = models.number(client)
-    try:
+    with writing(str(out), "give another --out"):
         for name in range(models.num_clients) if client == ALL else [client]:
             stem = out.with_suffix("") if is_file else out / (name if name == GLOBAL else f"client{name}")
             files += _export_one(models, name, stem, [out.suffix] if is_file else KINDS, clients)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; give another --out") from error
     return files
 
 

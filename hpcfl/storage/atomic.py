@@ -7,9 +7,11 @@ import errno
 import io
 import os
 import socket
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from hpcfl.errors import StorageError, UserError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REMEDIES = {
@@ -39,3 +41,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             unfinished.unlink()
         raise
+
+
+@contextmanager
+def writing(what: str, advice: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError where there is no room, else into a UserError that gives advice."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot write {what}: {error.strerror}"
+        if error.errno in NO_ROOM:
+            raise StorageError(f"{problem}; {REMEDIES[error.errno]} and rerun the same command") from error
+        raise UserError(f"{problem}; {advice}") from error

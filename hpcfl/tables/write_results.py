@@ -8,10 +8,9 @@ from math import isnan
 from pathlib import Path
 
 from hpcfl.config.keys import Chosen, Params
-from hpcfl.errors import StorageError, UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
-from hpcfl.storage.atomic import NO_ROOM, REMEDIES, csv_text, replace_file
+from hpcfl.storage.atomic import csv_text, replace_file, writing
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
@@ -185,7 +184,7 @@ def _write_files(
 
     UserError where that is not possible, StorageError without room.
     """
-    try:
+    with writing(f"the table in {folder}", advice):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, content)
@@ -193,8 +192,3 @@ def _write_files(
             # a folder of this name is the user's
             if (folder / name).is_file():
                 (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        problem = f"cannot write the table in {folder}: {error.strerror}"
-        if error.errno in NO_ROOM:
-            raise StorageError(f"{problem}; {REMEDIES[error.errno]} and rerun the same command") from error
-        raise UserError(f"{problem}; {advice}") from error
