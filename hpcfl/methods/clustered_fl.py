@@ -9,16 +9,16 @@ gamma_max < sqrt((1 - alpha_cross) / 2). Here alpha_cross is the largest cosine 
 different parts, and the split is chosen to make it small. Both parts start from the model of c, and each adds
 the mean of its own d_i.
 
-Choices: the split is made by complete linkage on cosine similarities (authors' code);
-`method.linkage=single` takes the split with the smallest alpha_cross instead (Algorithm 1). By default
-gamma_max is 0, so the third criterion holds whenever the parts differ (the authors' code does not have this
-criterion). Splits are tested in every round from `method.first_round` on, as in the authors' code; the paper
-first trains to convergence. Norms and similarities are those of each client's last update in its present
-cluster. Neither the paper nor the code has partial participation; here, a cluster waits until all its clients
-have trained, and then compares updates that started from models of different rounds. Clients are identified
-by their ids. Means are uniform, as in the paper. Each cluster averages its own running statistics. The
-evaluated model is the newest model of the client's cluster. The server stores N updates, and a download holds
-one model per client of the cohort.
+Choices: the split is made by complete linkage on cosine similarities (authors' code); `method.linkage=single`
+takes the split with the smallest alpha_cross instead (Algorithm 1). A cluster of two clients stays whole, as
+in the authors' code; in the paper it may split. By default gamma_max is 0, so the third criterion holds
+whenever the parts differ (the authors' code does not have this criterion). Splits are tested in every round
+from `method.first_round` on, as in the authors' code; the paper first trains to convergence. Norms and
+similarities are those of each client's last update in its present cluster. Neither the paper nor the code has
+partial participation; here, a cluster waits until all its clients have trained, and then compares updates
+that started from models of different rounds. Clients are identified by their ids. Means are uniform, as in
+the paper. Each cluster averages its own running statistics. The evaluated model is the newest model of the
+client's cluster. The server stores N updates, and a download holds one model per client of the cohort.
 
 The paper leads a new client down the tree of splits by comparing its update with those that were split.
 Neither tree nor old updates are kept here, so a client that takes no part in training gets all clusters'

@@ -12,10 +12,10 @@ FedAMP becomes local training. For an unsampled client, theta_j is its last uplo
 uploaded is not a neighbour of any client (the paper has full participation, PFLlib uses the uploads of one
 round only). Training starts from u_i. The pull has a gradient; in PFLlib it has none, so PFLlib's FedAMP is
 local training. A diverged client trains alone and has no weight in the u_i of others. Running statistics stay
-with the client. The evaluated model is theta_i after its last training; the model after a download is u_i.
-Values of alpha (N - 1) / sigma above 1 would give the client's own model a negative weight and are refused. A
-client that takes no part in training has no model to compare, and starts from the mean of all uploaded models
-instead of u_i (not in the paper).
+with the client. The evaluated model is theta_i after its last training, and before its first round the
+initial model; the model after a download is u_i. Values of alpha (N - 1) / sigma above 1 would give the
+client's own model a negative weight and are refused. A client that takes no part in training has no model to
+compare, and starts from the mean of all uploaded models instead of u_i (not in the paper).
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ critical. Numbers with equal Omega at the edge are all critical. Clients send M_
 server mixes. Of an unsampled client, theta_j and M_j are those of its last round, as the paper has all
 clients in each round. A client that never uploaded has no part in the means, and starts from that over all
 clients; so does a client that takes no part in training, and one whose model is nan or infinite. Running
-statistics stay with the client. The evaluated model is theta_i after its last training; the model after a
-download is u_i.
+statistics stay with the client. The evaluated model is theta_i after its last training, and before its first
+round the initial model; the model after a download is u_i.
 """
 
 from __future__ import annotations

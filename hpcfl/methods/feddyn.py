@@ -6,9 +6,10 @@
     w       <- mean_{i in S} theta_i + h                                        (Algorithm 1)
 
 h is the paper's h over -alpha. g_i tends to the gradient of L_i at w, so that clients and server converge to
-one point. The mean over the cohort is plain. With `method.weights=samples`, alpha_i is alpha divided by
-n_i / mean n, as in the authors' code, and the rest is a stationary point of sum_i n_i L_i, the objective of
-the other methods; with uniform weights, alpha_i = alpha as in the paper, and it is one of sum_i L_i.
+one point. The mean over the cohort is plain, that of running statistics by samples. With
+`method.weights=samples`, alpha_i is alpha divided by n_i / mean n, as in the authors' code, and the rest is a
+stationary point of sum_i n_i L_i, the objective of the other methods; with uniform weights, alpha_i = alpha
+as in the paper, and it is one of sum_i L_i.
 
 Choices: g_i stays with the client, and is that of its last round. Momentum and weight decay act on the whole
 gradient; the authors' code has no momentum, weight decay 0.001, and clips gradients at norm 10

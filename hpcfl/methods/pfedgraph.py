@@ -18,8 +18,8 @@ Choices: of an unsampled client, theta_j is its last upload (the authors take th
 client that never uploaded has no part in the u_i of others, and its own d is 0, so that it starts from the
 mean of all uploaded models by samples; so does a client that takes no part in training, and one whose model
 is nan or infinite. In the first round u_i is x, and the term of the loss has no gradient. Running statistics
-stay with the client. The evaluated model is theta_i after its last training; the model after a download is
-u_i.
+stay with the client. The evaluated model is theta_i after its last training, and x before its first round;
+the model after a download is u_i.
 """
 
 from __future__ import annotations
