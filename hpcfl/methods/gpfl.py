@@ -16,8 +16,8 @@ cosines are of the g that learns, and have no temperature (both as in the author
 mean over samples (the authors' code has the norm of the whole mini-batch, which grows with its size). u_G and
 u_i come from the g that was just received (in the authors' code from the client's g before). g starts from
 N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body. Label
-smoothing acts on the first term alone. A client that takes no part in training learns a head beside f, g and
-V as they are.
+smoothing acts on the first term alone. Fine-tuning before an evaluation has no mu. A client that takes no
+part in training learns a head beside f, g and V as they are.
 """
 
 from __future__ import annotations
