@@ -13,12 +13,13 @@ A client that takes no part in training does its first round: W_i is 1, so that 
 
 Choices: the top is counted in layers (the authors' code counts tensors). The part of the data is drawn sample
 by sample (code: one piece of it), and the loss of a pass is the mean over it (code: of its last mini-batch).
-A client that has not trained yet takes over w unchanged. A client whose theta_i equals w does not learn W_i
-in that round, since no W_i would change hat_i. W_i is learnt on batch statistics, and the running statistics
-do not move. The evaluated model is hat_i from the newest w, for unsampled clients too. For each evaluation
-W_i is learnt by this round's passes (those of the first time, if the client has trained only once), and then
-discarded; in the authors' code, unsampled clients keep hat_i and W_i. The next round repeats these passes,
-because only the state is kept between the evaluation and the round.
+The first learning can end with pass `method.last_passes` (code: with the next at the earliest). A client that
+has not trained yet takes over w unchanged. A client whose theta_i equals w does not learn W_i in that round,
+since no W_i would change hat_i. W_i is learnt on batch statistics, and the running statistics do not move.
+The evaluated model is hat_i from the newest w, for unsampled clients too. For each evaluation W_i is learnt
+by this round's passes (those of the first time, if the client has trained only once), and then discarded; in
+the authors' code, unsampled clients keep hat_i and W_i. The next round repeats these passes, because only the
+state is kept between the evaluation and the round.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ minimum, d has the wrong sign, and the first-order step goes uphill; with alpha 
 where all samples get one class. The evaluated model is w after `method.adaptation_steps` steps of size alpha
 on mini-batches of the client's training data, never of its test data; it is discarded afterwards.
 
-Choices: beta is `train.lr`. A, B and C each pass through the training data in an order of their own; a local
-epoch is one pass of B. The weights of the mean are training-set sizes. Running statistics are those of
-g(u; B). Momentum and weight decay of `train.*` act on w, in training and in the adaptation before an
-evaluation; they do not act on u. The model after a download is the adapted w; the model after local training
-is the client's new w without adaptation. `train.finetune_epochs` replaces the adaptation by whole epochs with
-learning rate alpha. With alpha = 0 the method equals FedAvg on B bit for bit.
+Choices: beta is `train.lr` and decays with it; alpha stays as it is. A, B and C each pass through the
+training data in an order of their own; a local epoch is one pass of B. The weights of the mean are
+training-set sizes. Running statistics are those of g(u; B). Momentum and weight decay of `train.*` act on w,
+in training and in the adaptation before an evaluation; they do not act on u. The model after a download is
+the adapted w; the model after local training is the client's new w without adaptation.
+`train.finetune_epochs` replaces the adaptation by whole epochs with learning rate alpha. With alpha = 0 the
+method equals FedAvg on B bit for bit.
 A client that takes no part in training adapts in the same way: the paper trains w for any such client.
 """
 
