@@ -14,7 +14,7 @@ Differs from the paper, each with the option for the printed rule where there is
                clients use in every round (`method.aggregation=sum`; differs from section II-E)
   norms        each of the router's two embeddings is divided by its root mean square. The paper normalises
                their concatenation (section IV-B); then all |z| are near 0 and nearly equal
-               (`method.router_norm=joint`)
+               (`method.router_norm=joint`; the authors' code has a ReLU behind it, the paper has not)
   step         the router has a learning rate of its own, `method.router_lr`; a larger one makes the z_i of
                all clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
                (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
@@ -25,10 +25,10 @@ Choices the paper leaves open:
   start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
                smaller, and the means over blocks shrink the signals further: with both, training makes
                hardly any progress for many rounds
-  routing      h is a sum of a term of the image and a term of the label, so z_i depends on a client's images
-               and on its labels, but not on which label an image has. At the start, z depends on the label
-               only and has mean 0 over the classes, so z_i is further from 0 the fewer classes a client has
-               (`method.router_spread`; not in the paper)
+  routing      with separate norms, h is a sum of a term of the image and a term of the label, so z_i depends
+               on a client's images and on its labels, but not on which label an image has. At the start, z
+               depends on the label only and has mean 0 over the classes, so z_i is further from 0 the fewer
+               classes a client has (`method.router_spread`; not in the paper)
   gradient     V_i is drawn once per round. Its derivative is that of v_i (straight-through), where the
                mini-batch estimates the mean in z_i. Eq. 13 is differentiated with its number of open paths:
                if this number were held constant, every path would enlarge the signal, and the router would
@@ -39,7 +39,7 @@ Choices the paper leaves open:
                likely one is opened
   activation   encoders and blocks end in ReLU, the last layer's in logits
   embedding    128 numbers of the image, 64 of the label, concatenated
-  temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1))
+  temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1)), of the rounds after the pretraining
   pretraining  the first `method.pretrain_rounds` rounds train the first encoder and a classifier by FedAvg;
                they count as rounds and bytes of the run. Then the other encoders and the router copy the
                body of the first encoder. The other encoders keep their initial projections, because equal

@@ -16,6 +16,9 @@ Differs from the paper:
                moves the mixture by 1/B of that while weights are equal, and by all of that once one branch
                has all the weight
 
+  cohort       only clients of the cohort S download, and eq. 5 sums over them; the paper samples them, but
+               prints sums over all N, and sends the branches to all (Algorithm 1)
+
 Choices the paper leaves open:
   start        W_b = W + D_b, where W is the common initial model (drawn or given) and the differences D_b sum
                to zero, so the uniform mixture is the ordinary network W. The mean of B independent draws has
