@@ -5,7 +5,8 @@
     phi    <- phi - lr_h (d theta_i / d phi)^T Delta_i, v_i likewise            (Algorithm 1)
 
 H and the embeddings v_i stay on the server. Evaluated is theta_i as generated, before any local training. In
-the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own.
+the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own
+(in the authors' code with its optimiser's momentum; here momentum starts anew in each round).
 
 Choices: in the paper, each round has one client, for which the server takes one step. Here the server takes
 one step per round, with Delta_i divided by the size of the cohort in the gradients of phi and of v_i alike.
