@@ -128,11 +128,16 @@ def test_runs_with_own_files_work_on_any_number_of_ranks_and_are_resumed(
     assert "method.name: " in refused(capsys, *given, f"method.path={other}", "--out", str(whole), *TINY)
 
 
-def test_an_own_source_reads_what_data_path_names(files: dict[str, Path], tmp_path: Path) -> None:
+def test_an_own_source_reads_what_data_path_names(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / "labels.npy", np.arange(200) % 8)
     files[READER].write_text(STRIPES.replace("y = np.arange(200) % 8", "y = np.load(path)"))
-    given = [f"{READER}={files[READER]}", f"data.path={tmp_path / 'labels.npy'}", "model.name=mlp", *TINY]
-    assert main([*given, "--out", str(tmp_path / "run")]) == FINISHED
+    given = [f"{READER}={files[READER]}", "model.name=mlp", *TINY]
+    assert main([*given, f"data.path={tmp_path / 'labels.npy'}", "--out", str(tmp_path / "run")]) == FINISHED
+    message = refused(capsys, *given, f"data.path={tmp_path / 'none.npy'}", "--out", str(tmp_path / "none"))
+    assert "No such file" in message
+    assert message.endswith("; name what it reads with data.path=..., or fix data.reader")
 
 
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

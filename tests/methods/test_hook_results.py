@@ -496,7 +496,8 @@ def test_predictions_must_be_probabilities(call: Callable[..., Tensor], expected
 def test_predictions_are_made_from_the_model_alone(read: Callable[..., object], expected: str) -> None:
     """`predict` of a finished run has nothing else."""
     rule = Local.traits.replace(predicts_by="rule")
-    raises(f"predict reads {expected}, which a finished run does not have", Local, traits=rule, predict=read)
+    expected = f"predict reads {expected}, which a finished run does not have; let eval_model return what"
+    raises(expected, Local, traits=rule, predict=read)
 
 
 def test_evaluated_models_with_parts_of_other_shapes_are_refused_at_once() -> None:
