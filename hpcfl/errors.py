@@ -74,7 +74,7 @@ class DifferentTensorsError(ValueError):
 class StorageError(Exception):
     """The system refused to write results, for example on a full disk; this ends all ranks.
 
-    The message names the file, the last good checkpoint, and what to fix before the same command resumes.
+    The message names the file, what to fix before the same command, and of a run the last good checkpoint.
     """
 
     exit_code: ClassVar[int] = STORAGE_ERROR

@@ -83,5 +83,5 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         "ranks": num_ranks,
         "ratios": [{key: getattr(ratio, key) for key in shown} for ratio in ratios],
     }
-    with writing(str(path), "name another with --json FILE"):
+    with writing(path, "name another with --json FILE"):
         path.write_text(json.dumps(found, indent=1) + "\n")

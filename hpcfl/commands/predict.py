@@ -44,7 +44,7 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
     labels = probabilities.argmax(axis=1)
     header = ["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))]
     rows = ([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
-    with writing(str(out), "give another --out FILE"):
+    with writing(out, "give another --out FILE"):
         replace_file(out, csv_text([header, *rows]))
     if (shift := models.config.data.shift) is not None:
         print(f"data.shift={shift} is not applied here: samples of a client must have its change already")

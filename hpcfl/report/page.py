@@ -28,7 +28,7 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         StorageError: there is no room.
     """
     text = render(runs)
-    with writing(str(out), "name another file with --out FILE"):
+    with writing(out, "name another file with --out FILE"):
         replace_file(out, text)
 
 

@@ -72,7 +72,7 @@ def export(
     files: list[Path] = []
     if client not in (ALL, GLOBAL):
         client = models.number(client)
-    with writing(str(out), "give another --out"):
+    with writing(out, "give another --out"):
         for name in range(models.num_clients) if client == ALL else [client]:
             stem = out.with_suffix("") if is_file else out / (name if name == GLOBAL else f"client{name}")
             files += _export_one(models, name, stem, [out.suffix] if is_file else KINDS, clients)

@@ -44,7 +44,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def writing(what: str, advice: str) -> Iterator[None]:
+def writing(what: str | Path, advice: str) -> Iterator[None]:
     """Turn an OSError into a StorageError where there is no room, else into a UserError that gives advice."""
     try:
         yield
