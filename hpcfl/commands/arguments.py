@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ def run_parser(description: str | None) -> Parser:
 
 def is_file(word: str) -> bool:
     """Return whether a word names a configuration file: it ends in .yaml, or exists."""
-    return word.endswith((".yaml", ".yml")) or Path(word).exists()
+    return word.endswith((".yaml", ".yml")) or os.path.exists(word)
 
 
 def is_bare_key(word: str) -> bool:

@@ -143,13 +143,16 @@ def num_classes_of(y: np.ndarray, where: str) -> int:
 
 
 def existing(path: str, where: str, kind: Literal["file", "folder"], advice: str) -> Path:
-    """Return the path of a file or folder; UserError, which begins with `where`, if it is none."""
+    """Return the path of a file or folder; UserError, which begins with `where`, if it cannot be read."""
     found = Path(path).expanduser()
     # unlike Path's methods, these return False for an invalid name
     if not (os.path.isfile if kind == "file" else os.path.isdir)(found):
         problem = f"is not a {kind}" if os.path.exists(found) else f"no such {kind}"
-        raise UserError(f"{where}: {problem}; {advice}")
-    return found
+    elif not os.access(found, os.R_OK):
+        problem = f"you may not read this {kind}"
+    else:
+        return found
+    raise UserError(f"{where}: {problem}; {advice}")
 
 
 def read_arrays(

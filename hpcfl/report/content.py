@@ -28,6 +28,7 @@ from hpcfl.storage.ledger import (
     LOST,
     SIMULATED,
     SPENT,
+    UNSEEN_METRICS,
     mean_of_known,
 )
 from hpcfl.storage.reading import COLUMNS, Columns
@@ -177,7 +178,7 @@ def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> l
     if LOST in last:
         lost = last[LOST]
         found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
-    if privacy.unit is not None:
+    if EPSILON in last:
         remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
         found.append(_figure("Epsilon", f"{last[EPSILON]:.3g}", last[EPSILON], remark))
     down, up = last["bytes_down"], last["bytes_up"]
@@ -221,7 +222,7 @@ def _accuracies(run: Run, accuracies: np.ndarray, clients_round: int) -> list[Js
         worst = worst_tenth(accuracies[:in_training].tolist())
         moment = "" if run.is_finished else f" after round {clients_round}"
         found.append(_percent("Worst tenth", worst, f"mean of the worst 10 % of the clients{moment}"))
-    if unseen:
+    if {*UNSEEN_METRICS} <= {*last}:
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
         found.append(_percent("Unseen clients", last["accuracy_unseen"], remark))

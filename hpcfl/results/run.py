@@ -80,9 +80,14 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the folders of the runs in a folder of runs, such as a table's; else the folder itself."""
-    if (folder / "config.yaml").is_file():
+    try:
+        if (folder / "config.yaml").is_file():
+            return [folder]
+        records = [record for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")]
+    except OSError:
+        # such as a folder of someone else: whoever reads it gets the reason
         return [folder]
-    inside = {record.parent for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")}
+    inside = {record.parent for record in records}
     # runs that --fresh moved aside do not belong to a table
     current = sorted(path for path in inside if not re.search(r"\.old\d+$", path.name))
     return current or [folder]

@@ -25,6 +25,7 @@ COLUMNS = {
     "metrics.csv": (
         *("round", "wall_s", "accuracy_mean", "accuracy_std", "accuracy_weighted", "loss_mean"),
         *("train_loss_mean", "client_steps_per_s", "bytes_down", "bytes_up"),
+        *("buffer_bytes_down", "buffer_bytes_up", "index_bytes_down", "index_bytes_up"),
     ),
     "clients.csv": (
         "client",

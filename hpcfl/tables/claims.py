@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class ResultFiles:
 
     def __init__(self, path: Path, place: str) -> None:
         """Read the table file; UserError, which begins with `place`, where that is not possible."""
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"{place}: there is no table file {path}; name one that is there")
         self.table = Table(path)
         folder = path.parent / RESULTS

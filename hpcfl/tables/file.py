@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -271,7 +272,7 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
         below = path.parent / file.extends
         if below.resolve() in {one.resolve() for one in (path, *above)}:
             raise UserError(f"{path}: extends={file.extends} leads back to this file; name another")
-        if not below.is_file():
+        if not os.path.isfile(below):
             raise UserError(f"{path}: extends={file.extends}, but there is no file {below}; name another")
         layers = read_table(below, [*above, path])
     else:

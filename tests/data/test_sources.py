@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import forked, give_up_capabilities
 
 from hpcfl.config.keys import DataConfig
 from hpcfl.data.arrays import Arrays, arrays_of
@@ -362,6 +364,19 @@ def test_a_file_that_is_no_npz_file_is_refused(tmp_path: Path) -> None:
     for name, reason in (("single.npy", "cannot be read as an npz file"), ("absent.npz", "no such file")):
         with pytest.raises(UserError, match=f"^data.path={tmp_path / name}: {reason}"):
             read_npz(tmp_path / name)
+
+
+def test_a_file_of_someone_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "private.npz"
+    np.savez(path, x=GOOD_X, y=GOOD_Y)
+
+    def read() -> None:
+        give_up_capabilities()
+        path.chmod(0)
+        with pytest.raises(UserError, match=r"private\.npz: you may not read this file; name an npz file"):
+            read_npz(path)
+
+    assert os.waitpid(forked(read), 0)[1] == 0
 
 
 def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> None:

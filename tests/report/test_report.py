@@ -192,6 +192,9 @@ def test_a_page_shows_runs_or_all_of_a_folder(tmp_path: Path, capsys: pytest.Cap
 def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a run folder" in refused(capsys, "report", tmp_path / "nowhere")
     assert "is not a run folder" in refused(capsys, "report", tmp_path)
+    too_long = tmp_path / ("a" * 300)
+    for command in ("report", "compare", "watch"):
+        assert "is not a run folder: File name too long" in refused(capsys, command, too_long)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
     text = (folder / "metrics.csv").read_text()
     (folder / "metrics.csv").write_text(text.splitlines()[0] + "\n")

@@ -62,6 +62,14 @@ def test_a_damaged_line_is_named(folder: Path, line: str | bytes) -> None:
         assert Run(folder).metrics
 
 
+@pytest.mark.parametrize("name", ["accuracy_mean", "index_bytes_up"])
+def test_a_damaged_header_is_named(folder: Path, name: str) -> None:
+    path = folder / "metrics.csv"
+    path.write_text(f"{HEADER.replace(name, name[1:])}\n{row(1)}\n")
+    with pytest.raises(UserError, match=re.escape(f"{path}, line 1: damaged; ")):
+        assert Run(folder).metrics
+
+
 def test_only_the_end_of_a_long_log_is_read(folder: Path) -> None:
     (folder / "log.txt").write_text("2026-01-01 00:00:00 round 1/9  accuracy 10.00%\n" * 10_000 + "last\n")
     log = Run(folder).log

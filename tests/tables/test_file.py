@@ -366,6 +366,7 @@ def test_a_mistake_in_an_extending_file_is_reported(folder: Path) -> None:
         ("[local, ", "[locale, ", ": unknown row locale; allowed: ours |"),
         ("paper.yaml", "small.yaml", ": extends=small.yaml leads back to this file"),
         ("paper.yaml", "papr.yaml", ": extends=papr.yaml, but there is no file "),
+        ("paper.yaml", "a" * 300, f": extends={'a' * 300}, but there is no file "),
     ):
         assert refused_once_changed(folder / "small.yaml", EXTENDING, old, new).startswith(expected)
 
