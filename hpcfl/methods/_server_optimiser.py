@@ -17,7 +17,8 @@ Choices:
   what moves   the tensors that the method's `Traits.averages` name; running statistics of BatchNorm are
                averaged as before
   idle layers  a layer that no client of the round sent, such as a module of FedMN or the model of an empty
-               cluster of IFCA, has a Delta of 0: it stays, with its m and v
+               cluster of IFCA, has a Delta of 0: it stays, with its m and v. (FedMN's printed sum,
+               `method.aggregation=sum`, gives such a module a mean of 0, and so a Delta of -x)
 """
 
 from __future__ import annotations
