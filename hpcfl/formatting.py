@@ -55,7 +55,7 @@ def percent(mean: float | None, deviation: float | None = None) -> str:
 
 
 def half_width(mean: float, width: float, digits: int, beside: float | None = None) -> str:
-    """Return half the width of a confidence interval in points, with a star where it excludes 0.
+    """Return half the width of a confidence interval in points.
 
     "-" where there is none (nan). Where the number `beside` it is not its mean, its bounds: seeds may have
     different numbers of clients, and then the mean over clients is not the mean over seeds.
@@ -65,7 +65,7 @@ def half_width(mean: float, width: float, digits: int, beside: float | None = No
     text = f"± {100 * width:.{digits}f}"
     if beside is not None and abs(mean - beside) > 0.5 * 10 ** -(digits + 2):
         text = f"[{100 * (mean - width):+.{digits}f}, {100 * (mean + width):+.{digits}f}]"
-    return text + " *" * (abs(mean) > width)
+    return text
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -186,7 +186,7 @@ def as_latex(document: Document, name: str) -> str:
             r"\centering",
             rf"\caption{{{_escaped(caption)}}}",
             rf"\label{{tab:{name}-{number}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(grid.header) - 1)}}}",
+            rf"\begin{{tabular}}{{{''.join(map(_alignment, zip(grid.header, *grid.rows, strict=True)))}}}",
             r"\toprule",
             header,
             r"\midrule",
@@ -203,14 +203,19 @@ def _latex_row(cells: Sequence[str]) -> str:
     return ("{}" if cells[0][:1] in ("[", "*") else "") + " & ".join(cells) + r" \\"
 
 
+def _alignment(column: Sequence[str]) -> str:
+    """Return how LaTeX aligns a column, given its header and entries: numbers on the right."""
+    return "r" if any(re.match(r"[-+±]? ?\d", entry) for entry in column[1:]) else "l"
+
+
 def _bold_best(grid: Grid) -> list[list[str]]:
     """Return the rows as LaTeX, with the highest of the columns `highest_is_best` in bold."""
     rows = [[_escaped(text) for text in row] for row in grid.rows]
     for column in grid.highest_is_best:
         found = [re.match(r"[\d.]+", row[column]) for row in rows]
-        best = max((float(mean[0]) for mean in found if mean), default=None)
+        means = [float(mean[0]) for mean in found if mean]
         for row, mean in zip(rows, found, strict=True):
-            if mean and float(mean[0]) == best:
+            if mean and len(means) > 1 and float(mean[0]) == max(means):
                 row[column] = rf"\textbf{{{mean[0]}}}{row[column][mean.end() :]}"
     return rows
 
@@ -230,4 +235,5 @@ _LATEX = str.maketrans(
 
 
 def _escaped(text: str) -> str:
-    return text.translate(_LATEX)
+    """Return text for LaTeX, with minus signs and dashes where a hyphen stands for one."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "$-$", text.translate(_LATEX)).replace(" - ", " -- ")

@@ -24,12 +24,12 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
 def test_shares_and_intervals_are_in_points() -> None:
     assert [formatting.percent(0.614), formatting.percent(None)] == ["61.4", ""]
     assert formatting.percent(0.614, 0.005) == "61.4 ± 0.5"
-    assert formatting.half_width(0.02, 0.01, 1) == "± 1.0 *"
+    assert formatting.half_width(0.02, 0.01, 1) == "± 1.0"
     assert formatting.half_width(-0.01, 0.02, 2) == "± 2.00"
     assert formatting.half_width(0.02, math.nan, 1) == "-"
     # of another centre, as after training, where seeds may have different numbers of clients
-    assert formatting.half_width(0.1, 0.05, 1, beside=0.1) == "± 5.0 *"
-    assert formatting.half_width(0.08, 0.05, 1, beside=0.1) == "[+3.0, +13.0] *"
+    assert formatting.half_width(0.1, 0.05, 1, beside=0.1) == "± 5.0"
+    assert formatting.half_width(0.08, 0.05, 1, beside=0.1) == "[+3.0, +13.0]"
 
 
 def test_a_hint_names_the_most_similar_word() -> None:
@@ -126,3 +126,12 @@ def test_latex_shows_the_highest_of_a_column_in_bold() -> None:
     rows = [line.split(" & ")[1] for line in lines if line.startswith("m &")]
     assert rows == [r"\textbf{61.4} $\pm$ 0.5 (60.0)", "missing (70.0)", "9.8", r"\textbf{61.4}", "-"]
     assert sum("textbf" in line for line in lines) == 2
+    alone = Grid("", ["method", "a"], [["m", "61.4"], ["n", "missing"]], highest_is_best=[1])
+    assert "textbf" not in formatting.as_latex(Document("", [], [alone]), "mine")
+
+
+def test_latex_has_minus_signs_and_text_on_the_left() -> None:
+    grid = Grid("", ["rows", "scored", "points", "width"], [["A-1 - B", "late", "-0.2", "± 1"]])
+    text = formatting.as_latex(Document("", [], [grid]), "mine")
+    assert "\nA-1 -- B & late & $-$0.2 & $\\pm$ 1 \\\\\n" in text
+    assert r"\begin{tabular}{llrr}" in text

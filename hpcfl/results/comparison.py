@@ -72,6 +72,7 @@ class Comparison:
             line = [f"{names[first]} - {names[second]}", f"{100 * mean:+.2f}"]
             for found in (paired.over_clients, paired.over_seeds):
                 line += [half_width(found.mean, found.half_width, digits=2, beside=mean), str(found.count)]
+            line[-2] += paired.over_seeds.star
             pairs.append(line)
         keys = [["keys that differ", *names]]
         keys += [
@@ -79,7 +80,7 @@ class Comparison:
             for key, values in self.keys.items()
         ]
         has_star = any("*" in text for line in pairs for text in line[2:])
-        note = "*: the interval excludes 0. " * has_star
+        note = "*: the interval over seeds excludes 0. " * has_star
         note += (
             "The interval over clients and seeds holds for these runs only; conclude on methods from that "
             "over seeds."

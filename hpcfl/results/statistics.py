@@ -20,6 +20,11 @@ class Interval:
     of 0 says nothing."""
     count: int
 
+    @property
+    def star(self) -> str:
+        """Return " *" where the interval excludes 0, else nothing."""
+        return " *" * (abs(self.mean) > self.half_width)
+
 
 @dataclass(frozen=True)
 class PairedDifference:

@@ -98,7 +98,7 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
             continue
         over_seeds, over_clients = difference.paired.over_seeds, difference.paired.over_clients
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
-        width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
+        width = half_width(over_seeds.mean, over_seeds.half_width, digits=1) + over_seeds.star
         line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
         beside = over_seeds.mean
         width = half_width(over_clients.mean, over_clients.half_width, digits=1, beside=beside)
@@ -108,10 +108,10 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.paired is not None for difference in compared)
     has_star = any(" *" in text for line in rows for text in line)
-    star = ", * where the 95 % interval excludes 0" * has_star
+    star = ", * where the 95 % interval over seeds excludes 0" * has_star
     return Grid(
-        f"paired differences client by client{star}; compare methods by the interval over seeds (one run is "
-        f"one data point){of_one}; the interval over clients and seeds describes only these runs",
+        f"paired differences client by client{star}; a seed is one data point{of_one}; the interval over "
+        "clients and seeds describes only these runs",
         [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",

@@ -81,8 +81,19 @@ def test_entries_of_one_method_are_named_by_the_keys_that_differ(tmp_path: Path)
     entries = {"train.lr=0.1": (0.1,) * 4, "train.lr=0.2": (0.2, 0.2, 0.19, 0.21)}
     text = str(hpcfl.compare(*of_two_seeds(tmp_path, entries)))
     # both seeds have the same difference: an interval over them would have the width 0
-    assert re.search(r"\ntrain\.lr=0\.1 - train\.lr=0\.2 +-10\.00 +± 0\.63 \* +8 +- +2\n", text)
-    assert "*: the interval excludes 0. The interval over clients and seeds" in text
+    assert re.search(r"\ntrain\.lr=0\.1 - train\.lr=0\.2 +-10\.00 +± 0\.63 +8 +- +2\n", text)
+    assert "\n\nThe interval over clients and seeds holds for these runs only" in text
+
+
+def test_a_star_marks_an_interval_over_seeds(tmp_path: Path) -> None:
+    low = of_two_seeds(tmp_path, {"train.lr=0.1": (0.1,) * 4})
+    high = [
+        made(tmp_path / f"high-s{seed}", "train.lr=0.2", f"run.seed={seed}", accuracies=(accuracy,) * 4)
+        for seed, accuracy in enumerate((0.2, 0.21))
+    ]
+    text = str(hpcfl.compare(*low, *high))
+    assert re.search(r" -10\.50 +± 0\.45 +8 +± 6\.35 \* +2\n", text)
+    assert "*: the interval over seeds excludes 0. The interval over clients and seeds" in text
 
 
 def test_keys_of_a_method_do_not_lengthen_the_names_of_others(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_an_interval_is_that_of_student_s_t() -> None:
     assert math.isnan(interval([1.0]).half_width)
     # 0.1 + 0.2 is not quite 0.3
     assert math.isnan(interval([0.1 + 0.2, 0.3]).half_width)
+    assert (interval([2.0, 3.0, 4.0]).star, found.star, interval([1.0]).star) == (" *", "", "")
 
 
 def test_paired_differences_are_over_seeds_and_over_clients() -> None:
