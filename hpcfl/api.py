@@ -203,7 +203,7 @@ def _add_source(dataset: Any) -> str:
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(
             f"dataset: {error}; give a sequence of (image, label), the images tensors or arrays of one shape "
-            "[C, H, W] or [H, W]"
+            "[C, H, W] or [H, W], or features [F] in their place"
         ) from error
     if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
         raise UserError(
@@ -214,7 +214,7 @@ def _add_source(dataset: Any) -> str:
         # a fraction is no label
         y = np.array([index(label) for _, label in pairs])
     except TypeError as error:
-        raise UserError(f"dataset: {error}; give labels as integers from 0 on") from error
+        raise UserError("dataset: a label is no integer; give labels as integers from 0 on") from error
     arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
     kind = f"{arrays.x.dtype} {arrays.x.shape}".encode()
     name = f"{OF_PYTHON}{digest(kind + arrays.x.tobytes() + arrays.y.tobytes())[:8]}"

@@ -32,7 +32,7 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
     if options.words and options.words[0] != "keys":
         word = options.words[0]
         group = next((name for name in _groups_of_kinds() if name.endswith(f".{word}")), "method.pfedla")
-        raise UserError(f"{word} is not a list; type hpcfl list, or hpcfl list keys {group}")
+        raise UserError(f"hpcfl list {word}: type hpcfl list for all names, or hpcfl list keys {group}")
     for kind, registry in _REGISTRIES.items():
         if (path := getattr(options, kind)) is not None:
             allow(f"--{kind}", path)

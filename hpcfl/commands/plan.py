@@ -178,8 +178,14 @@ def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estim
     on_cpu, threads = found.device == "cpu", run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
     unit = "mini-batch" if train.finetune_epochs else "sample"
+    share = found.cpu_s / found.wall_s
+    is_busy = on_cpu and share < 0.5
+    busy = (
+        f" (busy for {100 * (1 - share):.0f} % of it with other programs: the times are too long)" * is_busy
+    )
     return (
-        f"measured for {readable_seconds(found.wall_s)} on {where} of this machine{missing_gpu(run, found)}: "
+        f"measured for {readable_seconds(found.wall_s)} on {where}{busy} of this machine"
+        f"{missing_gpu(run, found)}: "
         f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"

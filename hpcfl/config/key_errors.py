@@ -163,7 +163,9 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    near = nearest_key(key, [*known, *owners])
+    # of other methods' keys only one with this very word: a similar one is of no use
+    of_others = [name for name in owners if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = nearest_key(key, [*known, *of_others])
     beginning = f"{key}={shown(value)} is an unknown key;"
     if near:
         place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""

@@ -75,6 +75,8 @@ class DryRun:
 
     wall_s: float
     """Duration of the dry run itself."""
+    cpu_s: float
+    """Time that this process had on its cores in it."""
     device: str
     batch_s: float
     """Training time of a round per mini-batch of a client, all local epochs together."""
@@ -124,7 +126,7 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
     It continues if numbers become nan or infinite, for any `run.on_divergence`, loses no client, and takes
     the CPU where `run.device=cuda` finds no GPU.
     """
-    began_s = time.monotonic()
+    began_s, cpu_began_s = time.monotonic(), time.process_time()
     device = config.run.device if torch.cuda.device_count() else "cpu"
     run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None, "device": device})
     config = _without_losses(replace(config, run=run))
@@ -138,7 +140,7 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
         if batches > 1:
             rounds = _prepared(config, arrays, parts, batches, folder / "second", at_exit)
             done = rounds.done()
-        return rounds.measure(done, began_s)
+        return rounds.measure(done, began_s, cpu_began_s)
 
 
 def missing_gpu(run: RunConfig, measured: DryRun) -> str:
@@ -227,10 +229,10 @@ class _Rounds(Simulation):
         """Do some rounds like the last of the run."""
         return [self._measured_round() for _ in range(ROUNDS)]
 
-    def measure(self, rounds: Sequence[_Round], began_s: float) -> DryRun:
+    def measure(self, rounds: Sequence[_Round], began_s: float, cpu_began_s: float) -> DryRun:
         """Measure an evaluation, an adaptation, and the last checkpoint.
 
-        `rounds` are measured already; the dry run began at `began_s`.
+        `rounds` are measured already; the dry run began at these times of the clock and of the process.
         """
         last, size, fastest = self._train.rounds - 1, len(self._members), _fastest(rounds)
         send_s, sent = self._sent(last)
@@ -244,6 +246,7 @@ class _Rounds(Simulation):
         row = self._federation.adapter.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
         return DryRun(
             wall_s=time.monotonic() - began_s,
+            cpu_s=time.process_time() - cpu_began_s,
             device=self._federation.worker_context.device.type,
             batch_s=fastest.train_s / sum(self._batches),
             sum_s=fastest.sum_s / size,

@@ -19,6 +19,7 @@ from processes import REPOSITORY, Mpirun
 
 from hpcfl.commands import plan
 from hpcfl.communication.interconnect import Interconnect, Load, bytes_at_rank_0
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
@@ -209,7 +210,7 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_are_right(capsys: pytest.Captu
     rows = re.findall(r"^(\d+) +(\d+)  0:00:1\d  .*  (\S.*)$", text, re.MULTILINE)
     assert [row[:2] for row in rows] == [("1", "3"), ("2", "4"), ("2", "6"), ("4", "12")]
     assert "assumed: 1 GB/s between nodes, 1 GB/s within one, 0.1 ms for a short message, a core" in text
-    assert re.search(r"measured for [\d.]+ m?s on one core of this machine: [\d.]+ ms a round", text)
+    assert re.search(r"measured for [\d.]+ m?s on one core.* of this machine: [\d.]+ ms a round", text)
     estimated = r"memory, estimated: rank 0 (\S+ [MG]B), a worker (\S+ [MG]B)"
     memory = [size(part) for part in found(estimated, text)]
     assert all(100e6 < part < 2e9 for part in memory)
@@ -261,6 +262,7 @@ def test_a_dry_run_that_diverges_is_reported_and_still_planned(capsys: pytest.Ca
 
 KNOWN = DryRun(
     wall_s=1.0,
+    cpu_s=1.0,
     device="cpu",
     batch_s=0.5,
     sum_s=0.1,
@@ -294,6 +296,16 @@ def planner_of(words: list[str], dry: DryRun = KNOWN, interconnect: Interconnect
     config = load_config(None, [*words, "run.device=cpu"])
     arrays, parts = load_data(config)
     return Planner(config.run, make_method(config, arrays, parts), parts, dry, interconnect)
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "where"), [(0.9, "core of"), (0.1, "core (busy for 90 % of it with other ")]
+)
+def test_a_busy_core_is_reported(cpu_s: float, where: str) -> None:
+    dry = replace(KNOWN, cpu_s=cpu_s)
+    planner = planner_of(["data.clients=3"], dry)
+    text = plan._measured(load_config(None, []).run, TrainConfig(), dry, planner.on(2))
+    assert text.startswith(f"measured for 1 s on one {where}")
 
 
 def test_estimates_follow_from_the_measurements(digits: Path) -> None:

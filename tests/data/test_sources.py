@@ -232,6 +232,18 @@ def test_npz_files_of_bytes_may_have_either_layout(tmp_path: Path) -> None:
             read_npz(path, layout)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout", "likely"), [((2, 8, 5, 3), "NCHW", "NHWC"), ((2, 1, 5, 8), "NHWC", "NCHW")]
+)
+def test_a_layout_with_as_many_channels_as_no_image_has_is_refused(
+    tmp_path: Path, shape: tuple[int, ...], layout: str, likely: str
+) -> None:
+    path = write_npz(tmp_path, x=np.zeros(shape, np.uint8), y=np.array([0, 1]))
+    with pytest.raises(UserError, match=f"^data.layout={layout}: .* 8 channels; set data.layout={likely}$"):
+        read_npz(path, layout)
+    assert read_npz(path, likely).sample.shape[0] in (1, 3)
+
+
 def test_npz_files_of_grey_floats_need_no_layout(tmp_path: Path) -> None:
     x = np.linspace(-1, 1, 3 * 4 * 5).reshape(3, 4, 5)
     arrays = read_npz(write_npz(tmp_path, x=x, y=np.array([2, 0, 1])))
