@@ -197,8 +197,8 @@ class TrainedModels:
         if (x.dtype == np.uint8) != (data.dtype == "uint8"):
             allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
             raise UserError(
-                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, because hpcfl does that; "
-                f"convert it with x.astype('{'uint8' if data.dtype == 'uint8' else 'float32'}')"
+                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, because hpcfl does that"
+                f"; convert it with x.astype('{'uint8' if data.dtype == 'uint8' else 'float32'}')"
             )
         return as_pixels(x, where)
 
