@@ -179,6 +179,7 @@ def as_latex(document: Document, name: str) -> str:
         title = f"{document.title}: {grid.caption}" if grid.caption else document.title
         texts = [title, *(document.notes if number == 1 else []), grid.note]
         caption = " ".join(f"{text.removesuffix('.')}." for text in texts if text)
+        columns = [*zip(grid.header, *grid.rows, strict=True)]
         header, *rows = map(_latex_row, ([_escaped(text) for text in grid.header], *_bold_best(grid)))
         parts += [
             "",
@@ -186,7 +187,7 @@ def as_latex(document: Document, name: str) -> str:
             r"\centering",
             rf"\caption{{{_escaped(caption)}}}",
             rf"\label{{tab:{name}-{number}}}",
-            rf"\begin{{tabular}}{{{''.join(map(_alignment, zip(grid.header, *grid.rows, strict=True)))}}}",
+            rf"\begin{{tabular}}{{l{''.join(map(_alignment, columns[1:]))}}}",
             r"\toprule",
             header,
             r"\midrule",
