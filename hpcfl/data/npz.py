@@ -216,7 +216,7 @@ def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndar
             "height, width], or data.layout=NHWC for [n, height, width, channels]"
         )
     axis, other = (1, 3) if layout == "NCHW" else (3, 1)
-    if x.shape[axis] not in (1, 3, 4) and x.shape[other] in (1, 3, 4):
+    if x.shape[axis] > 4 and x.shape[other] in (1, 3, 4):
         likely = "NHWC" if layout == "NCHW" else "NCHW"
         raise UserError(
             f"data.layout={layout}: x has shape {x.shape}, so that an image has {x.shape[axis]} channels; "
