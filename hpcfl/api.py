@@ -22,6 +22,7 @@ from hpcfl.config.keys import OWN_KEYS, Config, flatten
 from hpcfl.config.load import allow_named
 from hpcfl.config.own_code import add_class, allow_files, check_options, class_code, digest
 from hpcfl.data.arrays import arrays_of
+from hpcfl.data.npz import IMAGE_CHANNELS
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method, Params, complete
@@ -205,7 +206,7 @@ def _add_source(dataset: Any) -> str:
             f"dataset: {error}; give a sequence of (image, label), the images tensors or arrays of one shape "
             "[C, H, W] or [H, W], or features [F] in their place"
         ) from error
-    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+    if x.ndim == 4 and x.shape[3] in IMAGE_CHANNELS and x.shape[1] not in IMAGE_CHANNELS:
         raise UserError(
             f"dataset: the images have the shape {list(x.shape[1:])}, with channels last; give them as "
             "[C, H, W], such as by torchvision.transforms.ToTensor()"

@@ -62,10 +62,9 @@ def half_width(mean: float, width: float, digits: int, beside: float | None = No
     """
     if math.isnan(width):
         return "-"
-    text = f"± {100 * width:.{digits}f}"
     if beside is not None and abs(mean - beside) > 0.5 * 10 ** -(digits + 2):
-        text = f"[{100 * (mean - width):+.{digits}f}, {100 * (mean + width):+.{digits}f}]"
-    return text
+        return f"[{100 * (mean - width):+.{digits}f}, {100 * (mean + width):+.{digits}f}]"
+    return f"± {100 * width:.{digits}f}"
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -215,8 +214,9 @@ def _bold_best(grid: Grid) -> list[list[str]]:
     for column in grid.highest_is_best:
         found = [re.match(r"[\d.]+", row[column]) for row in rows]
         means = [float(mean[0]) for mean in found if mean]
+        best = max(means) if len(means) > 1 else None
         for row, mean in zip(rows, found, strict=True):
-            if mean and len(means) > 1 and float(mean[0]) == max(means):
+            if mean and float(mean[0]) == best:
                 row[column] = rf"\textbf{{{mean[0]}}}{row[column][mean.end() :]}"
     return rows
 

@@ -15,6 +15,8 @@ from hpcfl.errors import UserError, one_line
 
 LOG = logging.getLogger(__name__)
 
+IMAGE_CHANNELS = (1, 3, 4)
+"""How many channels an image usually has, by which channels in the wrong place are noticed."""
 MAX_VOCABULARY = 2**24
 """Most tokens of a file that does not say how many there are."""
 MAX_NAMES = 10
@@ -215,9 +217,8 @@ def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndar
             f"data.layout={layout or 'null'}: x has shape {x.shape}; set data.layout=NCHW for [n, channels, "
             "height, width], or data.layout=NHWC for [n, height, width, channels]"
         )
-    axis, other = (1, 3) if layout == "NCHW" else (3, 1)
-    if x.shape[axis] > 4 and x.shape[other] in (1, 3, 4):
-        likely = "NHWC" if layout == "NCHW" else "NCHW"
+    axis, other, likely = (1, 3, "NHWC") if layout == "NCHW" else (3, 1, "NCHW")
+    if x.shape[axis] > max(IMAGE_CHANNELS) and x.shape[other] in IMAGE_CHANNELS:
         raise UserError(
             f"data.layout={layout}: x has shape {x.shape}, so that an image has {x.shape[axis]} channels; "
             f"set data.layout={likely}"

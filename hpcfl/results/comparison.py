@@ -70,9 +70,9 @@ class Comparison:
             paired = self.difference(first, second)
             mean = paired.over_clients.mean
             line = [f"{names[first]} - {names[second]}", f"{100 * mean:+.2f}"]
-            for found in (paired.over_clients, paired.over_seeds):
-                line += [half_width(found.mean, found.half_width, digits=2, beside=mean), str(found.count)]
-            line[-2] += paired.over_seeds.star
+            for found, star in ((paired.over_clients, ""), (paired.over_seeds, paired.over_seeds.star)):
+                width = half_width(found.mean, found.half_width, digits=2, beside=mean)
+                line += [width + star, str(found.count)]
             pairs.append(line)
         keys = [["keys that differ", *names]]
         keys += [

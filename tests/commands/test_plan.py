@@ -210,7 +210,8 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_are_right(capsys: pytest.Captu
     rows = re.findall(r"^(\d+) +(\d+)  0:00:1\d  .*  (\S.*)$", text, re.MULTILINE)
     assert [row[:2] for row in rows] == [("1", "3"), ("2", "4"), ("2", "6"), ("4", "12")]
     assert "assumed: 1 GB/s between nodes, 1 GB/s within one, 0.1 ms for a short message, a core" in text
-    assert re.search(r"measured for [\d.]+ m?s on one core.* of this machine: [\d.]+ ms a round", text)
+    busy = r"(?: \(busy for \d+ % .*\))?"
+    assert re.search(rf"measured for [\d.]+ m?s on one core{busy} of this machine: [\d.]+ ms a round", text)
     estimated = r"memory, estimated: rank 0 (\S+ [MG]B), a worker (\S+ [MG]B)"
     memory = [size(part) for part in found(estimated, text)]
     assert all(100e6 < part < 2e9 for part in memory)
