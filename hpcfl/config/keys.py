@@ -428,7 +428,7 @@ class PrivacyConfig(Settings):
     unit: Annotated[PrivacyUnit | None, means_null("none")] = None
     """Whose presence is hidden; null: nobody's.
 
-    client: the server clips what each client adds to the average, and adds noise to it (DP-FedAvg); a cohort
+    client: each client clips what it adds to the average, and the server adds noise to it (DP-FedAvg); a cohort
     then has each client with probability `train.participation`, and all clients weigh the same. sample: each
     client clips the gradient of every sample, and adds noise to their mean (DP-SGD); a mini-batch then has
     each sample with the same probability. Refused by methods that send more than what is protected."""
@@ -485,7 +485,8 @@ class RunConfig(Settings):
     seed: int = Field(0, ge=0, le=2**63 - 1)
     """Seed of everything random; `hpcfl table` has several."""
     eval_every: int = Field(1, ge=1)
-    """Rounds between evaluations; the last round always has one. Changes no training result."""
+    """Rounds between evaluations; the last round always has one. Changes no training result, but with
+    `train.patience` it decides when the run ends."""
     eval_split: Literal["test", "val"] = "test"
     """What evaluations score: choose hyper-parameters on val, report on test."""
     checkpoint_every: int = Field(10, ge=1, json_schema_extra=NO_RESULT)
