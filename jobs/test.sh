@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install hpcfl with an MPI and the test tools into .venv (the first time) and run the tests.
 #
-#     bash jobs/test.sh                       all but soak and nodes, the collective ones as 1, 2 and 5 MPI ranks
+#     bash jobs/test.sh                       all but soak and nodes, the collective ones as 1 and 5 MPI ranks (messages: 2 too)
 #     bash jobs/test.sh -m quick              half a minute, while one works
 #     bash jobs/test.sh -m gpu                those that need a GPU; each is skipped where there is none
 #     bash jobs/test.sh -m soak               the soak tests: long runs and long sweeps, minutes each

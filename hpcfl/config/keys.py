@@ -428,10 +428,11 @@ class PrivacyConfig(Settings):
     unit: Annotated[PrivacyUnit | None, means_null("none")] = None
     """Whose presence is hidden; null: nobody's.
 
-    client: each client clips what it adds to the average, and the server adds noise to it (DP-FedAvg); a cohort
-    then has each client with probability `train.participation`, and all clients weigh the same. sample: each
-    client clips the gradient of every sample, and adds noise to their mean (DP-SGD); a mini-batch then has
-    each sample with the same probability. Refused by methods that send more than what is protected."""
+    client: each client clips what it adds to the average, and the server adds noise to it (DP-FedAvg); a
+    cohort then has each client with probability `train.participation`, and all clients weigh the same.
+    sample: each client clips the gradient of every sample, and adds noise to their mean (DP-SGD); a
+    mini-batch then has each sample with the same probability. Refused by methods that send more than what is
+    protected."""
     clip: float | None = Field(None, gt=0)
     """Largest L2 norm of a client's update, or of a sample's gradient; longer ones are shortened to it."""
     noise: float | None = Field(None, gt=0)

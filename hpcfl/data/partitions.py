@@ -295,7 +295,7 @@ PARTITIONS: dict[str, Partition] = {
         _GIVE_MORE,
     ),
     "given": Partition(
-        "the clients that the source itself has, and its train and test split where it has one; not stratified",
+        "the clients and, where it has one, the train and test split of the source itself; not stratified",
         PartitionOptions,
         None,
         False,

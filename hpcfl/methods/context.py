@@ -40,8 +40,7 @@ class Context:
         """Training samples of each client, int64 [N]."""
         none = num_samples.new_empty(0)
         self.num_samples_of_unseen = none if num_samples_of_unseen is None else num_samples_of_unseen
-        """Training samples of each client that takes no part in training, int64 [U]; a method needs it only
-        to check for too few samples."""
+        """Training samples of each client that takes no part in training, int64 [U]."""
         self.num_clients = len(num_samples)
         """Clients that take part in training, N; their ids are 0 to N - 1."""
         self.num_classes = num_classes

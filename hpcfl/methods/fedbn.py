@@ -6,7 +6,7 @@
 Choices: BatchNorm layers are found by module type, so those of ResNet's downsampling are included. Their
 weights, biases and running statistics never travel. The weights of the mean are training-set sizes (the
 authors' script uses uniform weights). A client that takes no part in training learns BatchNorm alone. For a
-network without BatchNorm, the method is FedAvg and warns.
+network without BatchNorm, the method trains as FedAvg does and warns.
 """
 
 from __future__ import annotations

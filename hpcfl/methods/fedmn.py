@@ -22,13 +22,14 @@ Differs from the paper, each with the option for the printed rule where there is
                `method.dropout=0.5` is PyTorch's default)
 
 Choices the paper leaves open:
-  start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
-               smaller, and the means over blocks shrink the signals further: with both, training makes
-               hardly any progress for many rounds
+  start        projections and blocks that end in ReLU are drawn for it (He et al., 2015), the last layer's
+               have PyTorch's default weights. Those are smaller, and the means over blocks shrink the
+               signals further: with default weights everywhere, training makes hardly any progress for many
+               rounds
   routing      with separate norms, h is a sum of a term of the image and a term of the label, so z_i depends
                on a client's images and on its labels, but not on which label an image has. At the start, z
-               depends on the label only and has mean 0 over the classes, so z_i is further from 0 the fewer
-               classes a client has (`method.router_spread`; not in the paper)
+               depends on the label only and has a mean near 0 over the classes, so z_i is further from 0
+               the fewer classes a client has (`method.router_spread`; not in the paper)
   gradient     V_i is drawn once per round. Its derivative is that of v_i (straight-through), where the
                mini-batch estimates the mean in z_i. Eq. 13 is differentiated with its number of open paths:
                if this number were held constant, every path would enlarge the signal, and the router would

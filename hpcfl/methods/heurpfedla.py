@@ -2,7 +2,7 @@
 
     R_i         = the k layers with the largest self-weight alpha_i^{l,i}            (eq. 12)
     theta_i^l  <- theta_bar_i^l for l not in R_i, the client's own theta_i^l else    (Algorithm 2)
-    then pFedLA's training; Delta_i of all layers goes up
+    then pFedLA's training; theta_i of all layers goes up
 
 Choices the paper leaves open:
   ties         a layer is not retained if one that is not among the k has the same weight. So with
@@ -16,7 +16,7 @@ Choices the paper leaves open:
   BatchNorm    a BatchNorm layer can be retained alone; with `method.layer=block` it is part of the layer of
                its convolution
   unseen       a client that takes no part in training has no layer to retain, and adapts as in pFedLA
-  k = 0        equals pFedLA bit for bit; k = number of layers is Local after the first round
+  k = 0        equals pFedLA bit for bit; k = number of layers is Local
 """
 
 from __future__ import annotations

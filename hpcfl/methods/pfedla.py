@@ -16,9 +16,10 @@ Differs from the paper:
                |Delta_i|^2 that it has sent: the layers keep their relative scales, which HeurpFedLA's choice
                needs, and steps shrink as training settles. The gradient of an output has the factor alpha,
                1/N at first; `scaled` gives the heads N times the step, so that weights relative to 1/N move
-               as far with any number of clients. Trunk and embedding, whose gradients sum over all outputs,
-               need no such factor. Adam removes the scales of c: after hundreds of rounds every layer has
-               one-hot weights (`method.optimiser=sgd` is the printed rule)
+               as far with any number of clients (`method.heads=low_rank`: min(N, rank) times). Trunk and
+               embedding, whose gradients sum over all outputs, need no such factor. Adam removes the scales
+               of c: after hundreds of rounds every layer has one-hot weights (`method.optimiser=sgd` is the
+               printed rule)
   first time   when a client takes part for the first time, its own model is still the initial one, and its
                products favour whoever has trained. Its hypernetwork waits for the second time: with
                participation below 1 and large steps, layers would settle on other clients' models. With
@@ -92,8 +93,8 @@ class PFedLAParams(Params):
     """Length of the codes that clients are scored by with `heads=low_rank`."""
     optimiser: HypernetworkOptimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
-    divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads; `adam`
-    ignores the scale of the products."""
+    divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads (low-rank
+    ones: min(N, rank) times); `adam` ignores the scale of the products."""
     hypernetwork_lr: float | None = Field(None, ge=0)
     """Learning rate of the hypernetworks; 0 keeps the initial weights; default: 0.1 with scaled, 0.001 with
     adam, 0.005 with sgd (public code)."""

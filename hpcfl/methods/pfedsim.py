@@ -37,7 +37,8 @@ MAX_SIMILARITY = 0.9999
 
 class PFedSimParams(Params):
     warm_up: float = Field(0.5, ge=0, le=1)
-    """Share of `train.rounds` that are FedAvg's, rounded down (authors: 0.5); 1 is FedAvg."""
+    """Share of `train.rounds` that are FedAvg's, rounded down (authors: 0.5); 1 is FedAvg but for running
+    statistics."""
 
 
 class PFedSim(ModelBank):

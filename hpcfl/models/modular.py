@@ -43,7 +43,7 @@ class Router(nn.Module):
     """The routing hypernetwork: a sample and its label to one logit a path, [B, E] (eq. 9).
 
     Each embedding is divided by its root mean square; or, where the `norm` is joint, both together by their
-    length. At the start, logits depend on the label alone: they have mean 0 over all classes and, with
+    length. At the start, logits depend on the label alone: they have a mean near 0 over all classes and, with
     separate norms, a standard deviation of about `spread`.
     """
 
