@@ -119,7 +119,8 @@ def parser() -> Parser:
     parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
     parser.usage = "hpcfl table TABLE.yaml [key.sub=value ...] [options]"
     parser.add_argument("settings", nargs="*", metavar=TABLE_HELP)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
+    out_help = "folder of it all (default: runs/<TABLE>[-<R>rounds])"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
     for name in ("column", "row"):
         named = f"run only this {name}, by label or part; repeatable"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
