@@ -42,9 +42,9 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     It prints the clients' samples by class, the network and its memory. After a dry run of some seconds
     it prints the time on 1 to 64 nodes and what limits it, memory, disk, bytes of messages, and an
     #SBATCH header. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
-    `run.threads` cores or the GPU of this machine; the rest is extrapolated in proportion. Under mpirun it
-    also measures the network between rank 0 and the others; it prints its assumptions. For example, on the
-    nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
+    `run.threads` cores or the GPU of this machine; the rest is extrapolated in proportion. Under mpirun
+    it also measures the network between rank 0 and the others; it prints its assumptions. For example,
+    on the nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
     options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
     is_measured = world.size > 1 and not options.no_timing
