@@ -17,6 +17,7 @@ from hpcfl.communication.interconnect import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_
 from hpcfl.config.keys import Config, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
+from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
@@ -88,13 +89,11 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     check_settings_of_data(config, arrays, method)
     check_chain(method, 1 if options.ranks is None else ranks - 1)
     if reason := too_large(method):
-        print(reason)
-        return
+        raise UserError(reason)
     if options.no_timing:
         return
     if reason := lacks_memory(method, of_server):
-        print(f"no times and no memory: {reason}; type the same on a larger one")
-        return
+        raise UserError(f"no times and no memory: {reason}; type the same on a larger one")
     if options.ranks is None:
         # more workers than clients of a round have nothing to do
         cohort = config.train.cohort_size(method.context.num_clients)

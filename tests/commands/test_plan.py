@@ -106,12 +106,12 @@ def test_a_server_larger_than_the_machine_is_planned_and_refused(
     monkeypatch.setattr(validate, "memory_bytes", lambda: 1_900_000)
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
-    reason = planned(capsys, *keys)[-1]
+    reason = refused(capsys, "plan", "--no-timing", *keys)
     expected = "method.name=pfedla with data.clients=10 keeps 1.93 MB on the server (theta 548 kB, "
-    assert reason.startswith(expected)
+    assert reason.startswith(f"hpcfl: error: {expected}")
     advice = "fewer clients, a larger machine, or what `hpcfl list keys method.pfedla` has to make it smaller"
     assert reason.endswith(f"this machine, or its job, has 1.9 MB; use {advice}")
-    assert reason in refused(capsys, *keys, "--out", tmp_path / "run")
+    assert reason == refused(capsys, *keys, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(validate, "memory_bytes", lambda: math.inf)
     assert not planned(capsys, *keys)[-1].startswith("method.name")
@@ -386,7 +386,7 @@ def test_a_dry_run_needs_memory(capsys: pytest.CaptureFixture[str], monkeypatch:
     words = ["method.name=pfedla", "data.per_client=40"]
     needed = []
     for more in ([], ["method.server=sharded"]):
-        last = printed_plan(capsys, *words, *more).splitlines()[-1]
+        last = refused(capsys, "plan", *words, *more)
         needed += found(r"no times and no memory: the dry run needs about (.*), and .* 2 MB free; ", last)
     # the rows of the ten clients are in the server's state, or beside it
     assert size(needed[1]) == pytest.approx(size(needed[0]), rel=0.5)
