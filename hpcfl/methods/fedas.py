@@ -33,11 +33,13 @@ Choices:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -49,7 +51,9 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.sample_gradients import squared_gradients
+
+NUMBERS_AT_ONCE = 2**24
+"""Most numbers of gradients by sample that are in memory at once, or one sample's."""
 
 
 class FedASParams(Params):
@@ -111,6 +115,33 @@ def information(clients: ClientGroup, theta: Tensor) -> Tensor:
     """Return the trace of each client's Fisher information [C], a mean over samples, of models [C, P]."""
     model = {"theta": theta, BUFFERS: clients.buffers}
     return torch.stack([found.mean() for found in clients.training_outputs(model, squared_gradients)])
+
+
+def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return ||d log p(y | x) / d weights||^2 of each sample [n].
+
+    The network must be in evaluation mode: in training mode, BatchNorm lets samples depend on each other.
+    """
+    if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+        # vmap has no rule for these
+        return torch.stack([_squared_gradient(network, *sample) for sample in zip(x, y, strict=True)])
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+    def loss(weights: Tensors, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(network, weights, x.unsqueeze(0)), y.unsqueeze(0))
+
+    at_once = max(1, NUMBERS_AT_ONCE // sum(weight.numel() for weight in weights.values()))
+    return vmap(lambda *sample: _squared(grad(loss)(weights, *sample).values()), chunk_size=at_once)(x, y)
+
+
+@torch.enable_grad()
+def _squared_gradient(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(network(x.unsqueeze(0)), y.unsqueeze(0))
+    return _squared(torch.autograd.grad(loss, [*network.parameters()]))
+
+
+def _squared(slopes: Iterable[Tensor]) -> Tensor:
+    return torch.stack([slope.square().sum() for slope in slopes]).sum()
 
 
 def _distance_of_body(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
