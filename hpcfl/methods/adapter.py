@@ -33,7 +33,7 @@ from hpcfl.methods.hook_results import (
 )
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
-from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
+from hpcfl.randomness import seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
 
 _CALLS = {"new_client_download": "eval_download", "eval_download": "download"}
@@ -64,9 +64,8 @@ class MethodAdapter:
             method.traits.eval_after == "download"
             and type(method).model_after_training is Method.model_after_training
         )
-        self._sent_places: list[tuple[str, str, tuple[Sequence[int], Sequence[int], int]]] = []
-        """Averaged tensors that clients of the round get as they are, but for a codec, whole or in parts: the
-        tensor's name in the server's state, the part's in the message, and its shape, strides and start."""
+        self._down = Message()
+        """The server's messages of the round, before a codec."""
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
         context = method.context
         self._private = PrivateUploads(
@@ -112,18 +111,12 @@ class MethodAdapter:
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        hook, before = self._hook("client_state"), generator_states()
-        state = self.method.client_state(clients)
-        if generator_states() != before:
-            raise TypeError(
-                f"{hook} drew from torch's, NumPy's or Python's own generator, whose numbers would depend on "
-                "ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
-            )
+        hook, state = self._hook("client_state"), self.method.client_state(clients)
         check_rows(hook, state, len(clients))
         check_state(hook, state)
         if BUFFERS in state:
             raise ValueError(f"{hook} returned {BUFFERS!r}, which train.buffers=local keeps; rename it")
-        if len(clients) > 1:
+        if clients:
             check_same_alone(hook, clients[-1], state, self.method.client_state(clients[-1:]))
         # memory of its own for each tensor, for any number of clients: hooks may change it in place
         state = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in state.items()}
@@ -131,9 +124,8 @@ class MethodAdapter:
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
-        message = self._sent("download", server, cohort)
-        self._sent_places = [*self._places(message, server)]
-        return message
+        self._down = self._sent("download", server, cohort)
+        return self._down
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort for an evaluation."""
@@ -161,28 +153,6 @@ class MethodAdapter:
             message = self._message(own, self._seeded(hook, server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
-    def _places(self, message: Message, server: State) -> Iterator[tuple[str, str, tuple[Any, Any, int]]]:
-        """Yield the tensors of a message that lie in the memory of an averaged one, as in `_sent_places`."""
-        for name in self._optimiser.names:
-            x = server.get(name)
-            if x is None or not x.is_contiguous():
-                continue
-            for part, tensor in message.shared.items():
-                start = (tensor.data_ptr() - x.data_ptr()) // x.element_size()
-                # `expand` sends the same numbers several times
-                axes = zip(tensor.shape, tensor.stride(), strict=True)
-                is_expanded = any(size > 1 and step == 0 for size, step in axes)
-                if 0 <= start < x.numel() and not is_expanded:
-                    yield name, part, (tensor.shape, tensor.stride(), start)
-
-    def _as_sent(self, server: State, sent: Message) -> State:
-        """Return averaged tensors with what clients received in the place of what was sent of them."""
-        found: State = {}
-        for name, part, place in self._sent_places:
-            view = found.setdefault(name, server[name].clone()).as_strided(*place)
-            view.copy_(sent.shared[part])
-        return found
-
     def needs_request(self, round: int) -> bool:
         """Return whether clients answer this round's download with a request."""
         return isinstance(self.method, TwoPhaseMethod) and self.method.needs_request(round)
@@ -201,7 +171,7 @@ class MethodAdapter:
         with self._state_of_kind("server_response", server):
             response = self._seeded("server_response", server, cohort, requests)
         message = self._message("server_response", response, len(cohort))
-        self._sent_places += self._places(message, server)
+        self._down |= message
         return message
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -226,9 +196,7 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        sent: State = {}
-        if up.sent is not None and len(cohort):
-            sent = self._as_sent(server, up.sent)
+        sent = {} if up.sent is None or not len(cohort) else self._averages_as_sent(server, up.sent)
         before, unnoised = self._optimiser.before(server, sent), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):
@@ -244,6 +212,11 @@ class MethodAdapter:
             self._optimiser.step(server, before)
         server |= averaged
         self._writing("end_round", server, cohort)
+
+    def _averages_as_sent(self, server: State, sent: Message) -> State:
+        """Return averaged tensors as clients received them; not those in whose place others were sent."""
+        before, after = self.method.averages_in(self._down), self.method.averages_in(sent)
+        return {name: after[name] for name in after if torch.equal(before[name], server[name])}
 
     def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
         """Call a hook that writes into the server's state."""

@@ -144,6 +144,13 @@ class Method:
         It is called on the server only; reading the upload is collective, and each tensor can be read once.
         """
 
+    def averages_in(self, down: Message) -> State:
+        """Return the tensors of `traits.averages` that the server's messages of a round contain.
+
+        A codec rounds them, which is no step of `server.optimiser`. Default: those under their own names.
+        """
+        return {name: down.shared[name] for name in self.traits.averages if name in down.shared}
+
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing.
 

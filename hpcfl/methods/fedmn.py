@@ -268,6 +268,9 @@ class FedMN(TwoPhaseMethod):
         old = dict.fromkeys(weights, server["theta"])
         server["theta"] = self._joined(layer_means(up, weights, self.layers, old, total))
 
+    def averages_in(self, down: Message) -> State:
+        return {"theta": self._joined(down.shared)}
+
     # router and loss
 
     def logits(self, clients: ClientGroup, down: Message) -> Tensor:

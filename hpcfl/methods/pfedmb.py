@@ -139,6 +139,9 @@ class PFedMB(Method):
         means = layer_means(up, weights, self.layers, old)
         server["branches"] = self._together(Message(shared=means))[0]
 
+    def averages_in(self, down: Message) -> State:
+        return {"branches": self._together(down.with_clients(1))[0]}
+
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
 

@@ -282,11 +282,6 @@ class Ledger:
             raise TypeError(f"{of} {min(taken)} has the name of a figure of all runs; choose another")
         if not self.metrics:
             return
-        if changed := found.keys() ^ (self.evaluated.keys() - self._sizes.keys()):
-            raise TypeError(
-                f"{of} {min(changed)} is in some evaluations and not in others; return it in all, with nan "
-                "where it is unknown"
-            )
         for name, values in found.items():
             if values.shape != (before := self.evaluated[name][0].shape):
                 raise TypeError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +23,6 @@ from hpcfl.training.losses import Loss, cross_entropy_loss
 BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 EVALUATION_BATCH = 512
-
-
-class Engine(Protocol):
-    """What a method's training needs: gradients of per-client losses, for C clients at a time."""
-
-    clients_at_once: int
-
-    def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
-        """Differentiate each client's loss with respect to each of its floating-point tensors.
-
-        Takes tensors [C, ...] and buffers [C, U] (updated in place); returns gradients of the same
-        names and shapes, and the losses [C].
-        """
-
-    def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the gradient [C, P] of the cross-entropy, valid until the next call, and the losses [C]."""
 
 
 class LoopEngine:
@@ -68,7 +51,11 @@ class LoopEngine:
             self._working.get_submodule(module).register_buffer(buffer, view)
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
-        """See Engine; C is 1."""
+        """Differentiate each client's loss with respect to each of its floating-point tensors.
+
+        Takes tensors [C, ...] and buffers [C, U] (updated in place), C = 1; returns gradients of the same
+        names and shapes, and the losses [C].
+        """
         self._set_training(True)
         one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         own = {name: tensor[0].detach() for name, tensor in tensors.items()}
@@ -79,7 +66,8 @@ class LoopEngine:
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
     def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See Engine; C is 1."""
+        """Return the gradient [C, P] of the cross-entropy, valid until the next call, and the losses [C];
+        C is 1."""
         self._load(theta[0], buffers[0])
         self._set_training(True)
         self._gradient.zero_()
@@ -122,7 +110,7 @@ class BatchedEngine:
         self.clients_at_once = clients_at_once
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
-        """See Engine."""
+        """As the loop engine's, for C clients."""
 
         def client_loss(
             leaves: Tensors, others: Tensors, buffers: Tensor, x: Tensor, y: Tensor, index: Tensor
@@ -140,7 +128,7 @@ class BatchedEngine:
         return gradients, values
 
     def plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See Engine."""
+        """As the loop engine's, for C clients."""
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
         return gradients["theta"], losses
 
@@ -173,6 +161,10 @@ def _fastest_order(x: Tensor) -> Tensor:
     if x.dim() != 4 or x.device.type != "cpu":
         return x
     return x.contiguous(memory_format=torch.channels_last)
+
+
+Engine = LoopEngine | BatchedEngine
+"""What a method's training needs: gradients of per-client losses, for `clients_at_once` at a time."""
 
 
 def training_copy(network: nn.Module) -> nn.Module:

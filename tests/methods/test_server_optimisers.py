@@ -18,7 +18,6 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Layer
 from hpcfl.registries import load_config
-from hpcfl.training.client_group import ClientGroup
 
 OPTIMISERS = ("momentum", "adagrad", "adam", "yogi")
 AVERAGING = [name for name, method in METHODS.items() if method.traits.averages]
@@ -137,21 +136,6 @@ def test_a_method_that_sends_another_model_than_the_server_has_steps_from_the_se
     plain = Run(*keys, kind=ahead)
     run = Run(*keys, "server.optimiser=momentum", "server.beta1=0", "server.lr=1", kind=ahead)
     torch.testing.assert_close(run.server["theta"], plain.server["theta"])
-
-
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_method_may_send_its_model_twice_in_one_tensor(codec: str) -> None:
-    def download(self: FedAvg, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"both": server["theta"].expand(2, -1)})
-
-    def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": clients.sgd(down["both"][:, 0]).theta})
-
-    hooks = {"download": download, "train": train, "eval_download": FedAvg.download}
-    twice = type("Twice", (FedAvg,), hooks)
-    coded = ["comm.codec=int8", "comm.directions=down"] if codec == "int8" else []
-    run = Run("method.name=fedavg", "train.rounds=2", "server.optimiser=momentum", *coded, kind=twice)
-    assert run.server["server_m/theta"].abs().sum() > 0
 
 
 @pytest.mark.usefixtures("double")

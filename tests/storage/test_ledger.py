@@ -92,16 +92,6 @@ def test_metrics_are_cumulative(ledger: Ledger, tmp_path: Path) -> None:
     assert [float(cell) for cell in row] == ledger.metrics[0]
 
 
-def test_a_diagnostic_missing_in_some_evaluations_is_refused() -> None:
-    ledger, figures = new_ledger(), (evaluation([0, 0, 0]), NUM_SAMPLES, UNKNOWN)
-    ledger.record_evaluation(1, *figures, {"graph": UNKNOWN})
-    for found in ({}, {"graph": UNKNOWN, "zeta": UNKNOWN}):
-        with pytest.raises(TypeError, match=r"method.name=pfedla: the diagnostic (graph|zeta) is in some"):
-            ledger.record_evaluation(2, *figures, found)
-    ledger.record_evaluation(2, *figures, {"graph": UNKNOWN})
-    assert ledger.history()["graph"].shape == (2, 3)
-
-
 def test_a_restored_ledger_writes_the_files_of_the_run(ledger: Ledger, tmp_path: Path) -> None:
     restored = new_ledger()
     restored.restore(ledger.tables(), ledger.history())
