@@ -1,4 +1,7 @@
-"""The same bits for any number of ranks, any size of block, any schedule of evaluations, and with a stop."""
+"""The same bits for any number of ranks, any size of block, any schedule of evaluations, and with a stop.
+
+Runs on one rank are stopped after their first round and resumed; those on more ranks are not.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,8 @@ from bits import (
     KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
-    VARIANTS,
     contents,
     differing,
-    kept_runs,
     losses_of,
     method_settings,
     run_here,
@@ -58,6 +59,8 @@ PARTS = {
 Folders = Callable[[str], Path]
 
 
+OTHER_TENSORS = ("fedamp-cosine", "fedrod-hyper", "pfedhn-private")
+"""Those of VARIANTS that send or keep other tensors."""
 CHAIN = "fedmn-chain"
 """What more than one worker refuses."""
 
@@ -65,7 +68,7 @@ CHAIN = "fedmn-chain"
 def all_cases() -> dict[str, list[str]]:
     """Return settings by name: every method, some in which all clients take part, and variants.
 
-    Variants are what else changes the way tensors travel.
+    Variants are what else changes the way tensors travel, or the state.
     """
     cases = {f"{method}-some": [*method_settings(method), "train.participation=0.4"] for method in DIFFERENT}
     # all clients have trained after two rounds, so that some part
@@ -95,7 +98,7 @@ def all_cases() -> dict[str, list[str]]:
         "pfedmb-topk": ["method.constraint=simplex", "method.shared_alpha=true", "train.buffers=local"],
         "pfedsim-mixed": ["method.warm_up=0"],
     }
-    for case, keys in ({variant: [] for variant in VARIANTS} | special).items():
+    for case, keys in ({variant: [] for variant in OTHER_TENSORS} | special).items():
         cases[case] = [*method_settings(case), *keys, "train.participation=0.6"]
     cases[CHAIN] = [*method_settings("fedmn"), "method.order=chain"]
     return {
@@ -126,8 +129,17 @@ def settings(digits: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function from a case to its folder, run on one rank without mpirun."""
-    return kept_runs(tmp_path_factory.mktemp("serial"), lambda case: [*settings, *SERIAL_CASES[case]])
+    """Return a function from a case to its folder, run on one rank without mpirun, with a stop."""
+    base = tmp_path_factory.mktemp("serial")
+
+    @cache
+    def folder(case: str) -> Path:
+        keys = [*settings, *SERIAL_CASES[case]]
+        assert run_until_time_is_up(base / case, keys) == STOPPED
+        assert run_here(base / case, keys) == FINISHED
+        return base / case
+
+    return folder
 
 
 MODELS_IN_A_MESSAGE = {"fedem": 2, "fedfomo": 3, "pfedmb": 2}
@@ -171,7 +183,7 @@ def parallel(
     ("ranks", "case"),
     [(ranks, case) for ranks in (2, SMALL_BLOCKS_RANKS, *OTHER_RANKS) for case in cases_of(ranks)],
 )
-def test_rank_counts_and_small_blocks_give_the_same_bits(
+def test_rank_counts_small_blocks_and_a_stop_give_the_same_bits(
     serial: Folders, parallel: Callable[[int], Path], ranks: int, case: str
 ) -> None:
     assert not differing(serial(case), parallel(ranks) / case)
@@ -185,25 +197,6 @@ def test_evaluations_and_finetuning_change_no_state(
     assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case], *changed]) == 0
     assert not differing(serial(case), tmp_path / "run", "server", "clients")
     assert "/personalised/theta" in differing(serial(case), tmp_path / "run", "personalised")
-
-
-OTHER_STATE = ("fedrod-hyper", "pfedhn-private", *(case for case in SERIAL_CASES if case.endswith("-topk")))
-"""Variants whose state is another than their method's, and clients that keep what a codec has not sent."""
-SCORED_ANEW = ("fedem-unseen", "pfedla-unseen")
-"""Clients that no state is kept of, as they are made anew for each evaluation."""
-
-
-@pytest.mark.parametrize(
-    "case", [*(f"{name}-some" for name in DIFFERENT if name not in KINDS), *OTHER_STATE, *SCORED_ANEW]
-)
-def test_a_run_stopped_after_the_first_round_has_the_same_bits(
-    serial: Folders, settings: list[str], tmp_path: Path, case: str
-) -> None:
-    """Methods of KINDS are stopped in more places in test_resume.py."""
-    keys = [*settings, *SERIAL_CASES[case]]
-    assert run_until_time_is_up(tmp_path / "run", keys) == STOPPED
-    assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(serial(case), tmp_path / "run")
 
 
 @pytest.mark.parametrize("case", SERIAL_CASES)

@@ -1,6 +1,6 @@
 """A run that is stopped, killed or prolonged ends with the bits of an uninterrupted one.
 
-test_bits.py tests that every method is resumed; damaged checkpoints are those of storage/test_faults.py.
+test_bits.py resumes every method; damaged checkpoints are those of storage/test_faults.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from bits import (
-    KINDS,
     LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     completed_rounds,
@@ -63,11 +62,11 @@ def short(method: str) -> list[str]:
 # Every round boundary
 
 
-@pytest.mark.parametrize("method", [*KINDS, *SPECIAL])
+@pytest.mark.parametrize("method", SPECIAL)
 def test_a_run_killed_and_then_stopped_or_prolonged_has_the_same_bits(
     uninterrupted: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
 ) -> None:
-    """It resumes from either boundary of its rounds.
+    """It resumes from either boundary of its rounds; other methods are stopped after one in test_bits.py.
 
     SIGKILL comes when a round begins, after a checkpoint like those of stops. The last
     boundary is the end of a shorter run, where a method can be prolonged.
