@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import pytest
 import torch
 from bits import differing
 from conftest import forgetting_own_code
-from processes import Mpirun, clean_environment
+from processes import Mpirun, run_tree
 from torch.utils.data import TensorDataset
 
 import hpcfl
@@ -148,7 +147,7 @@ PRECISIONS = [
     "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
 ]
 PRECISION_OF_A_CALLER = """
-import sys, torch, hpcfl
+import os, sys, torch, hpcfl
 WIDE = {"name": "mlp", "hidden": [256, 256]}
 def known(*readings):
     found = []
@@ -165,28 +164,32 @@ READINGS = (
     *(lambda one=one: one.fp32_precision for one in BACKENDS),
 )
 SETTINGS = "train.rounds=1", "data.clients=2", "train.batch_size=256", {"model": WIDE}
-hpcfl.run(*SETTINGS, method="fedavg", out=sys.argv[2], quiet=True)
-exec(sys.argv[1])
-before = known(*READINGS)
-hpcfl.run(*SETTINGS, method="fedavg", out=sys.argv[3], quiet=True)
-assert known(*READINGS) == before, (before, known(*READINGS))
-torch.backends.fp32_precision = "ieee"
-after = known(*READINGS)
-exec(sys.argv[1])
-torch.backends.fp32_precision = "ieee"
-assert known(*READINGS) == after, (after, known(*READINGS))
+def check(setting, folder):
+    exec(setting)
+    before = known(*READINGS)
+    hpcfl.run(*SETTINGS, method="fedavg", out=folder, quiet=True)
+    assert known(*READINGS) == before, (setting, before, known(*READINGS))
+    torch.backends.fp32_precision = "ieee"
+    after = known(*READINGS)
+    exec(setting)
+    torch.backends.fp32_precision = "ieee"
+    assert known(*READINGS) == after, (setting, after, known(*READINGS))
+hpcfl.run(*SETTINGS, method="fedavg", out="plain", quiet=True)
+for number, setting in enumerate(sys.argv[1:]):
+    child = os.fork()
+    if not child:
+        check(setting, str(number))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, setting
 """
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch keeps its precision once")
-@pytest.mark.parametrize("setting", PRECISIONS)
-def test_a_caller_s_precision_of_products_stays_set_and_changes_nothing(setting: str, tmp_path: Path) -> None:
+def test_a_caller_s_precision_of_products_stays_set_and_changes_nothing(tmp_path: Path) -> None:
     """Each in a process of its own: torch's older and newer settings cannot be mixed, nor taken back."""
-    folders = tmp_path / "plain", tmp_path / "run"
-    words = [sys.executable, "-c", PRECISION_OF_A_CALLER, setting, *map(str, folders)]
-    done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not differing(*folders)
+    run_tree([sys.executable, "-c", PRECISION_OF_A_CALLER, *PRECISIONS], cwd=tmp_path)
+    for number in range(len(PRECISIONS)):
+        assert not differing(tmp_path / "plain", tmp_path / str(number))
 
 
 NUM_CALLS = 1

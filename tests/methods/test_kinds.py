@@ -14,18 +14,20 @@ from processes import Mpirun
 import hpcfl
 from hpcfl.errors import UserError
 
-OWN_CODE = (
-    *("fedafk", "fedala", "fedcp", "fedem", "fedmn", "fedntd", "fedproto", "fedrod", "gpfl", "knn_per"),
-    *("moon", "per_fedavg", "pfedfda", "pfedmb"),
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("fedmn", "features"),
+        *((method, "series") for method in ("fedmn", "gpfl", "knn_per", "per_fedavg")),
+    ],
 )
-"""Methods that differ in what they do with samples; to the others a model is a vector of numbers."""
-
-
-@pytest.mark.parametrize("kind", ["features", "series"])
-@pytest.mark.parametrize("method", OWN_CODE)
 @pytest.mark.usefixtures("double")
 def test_both_engines_train_on_each_kind(method: str, kind: str, tmp_path: Path) -> None:
-    """Tokens: in simulation/test_clients.py, with every method."""
+    """Methods that build a network of their own, read features or differentiate twice.
+
+    Tokens with every method are in simulation/test_clients.py, images in test_methods.py.
+    """
     keys = [*words_of(kind, tmp_path), *FEW_ROUNDS.get(method, []), f"method.name={method}"]
     keys += ["data.unseen_clients=0.25", "data.per_client=20", "train.rounds=2"]
     loop, batched = (Run(*keys, f"run.engine={engine}").evaluated() for engine in ("loop", "batched"))
