@@ -85,7 +85,7 @@ def run(
         def open_folder() -> None:
             if folder is not None:
                 data, layout = experiment.data, experiment.method.layout
-                environment = environment_of(config.data.source, data.digest, ranks, command)
+                environment = environment_of(data.digest, ranks, command)
                 folder.open(fresh, layout, at_exit, environment, data)
 
         run_collectively(world, open_folder)

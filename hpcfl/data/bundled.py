@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-from hpcfl.config.own_code import digest
 from hpcfl.data.arrays import Arrays
 
 OF_DIGITS = (0.3053,), (0.3760,)
@@ -45,25 +44,17 @@ def _table(name: str, header_lines: int) -> np.ndarray:
     return np.loadtxt(file, delimiter=",", skiprows=header_lines)
 
 
-def texts_of_topics() -> list[str]:
-    """Return the help texts that are long enough, in the order of their names."""
-    return [topics[name] for name in sorted(topics) if len(topics[name]) >= FEWEST_CHARACTERS]
-
-
-def digest_of_topics() -> str:
-    """Return 16 hexadecimal digits of the help texts, which differ between versions of Python."""
-    return digest("\0".join(texts_of_topics()).encode())
-
-
 def topics_by_client() -> Arrays:
     """Cut each help text into windows and the characters after them; the end of a text is for testing.
 
+    The clients are the texts that are long enough, in the order of their names.
     No character of a training window, or after it, is in a test window.
     """
     numbers = np.full(0x110000, CHARACTERS.index("?"))
     numbers[[ord(character) for character in CHARACTERS]] = np.arange(NUM_CHARACTERS)
     x, y, owner, is_test = [], [], [], []
-    for client, text in enumerate(texts_of_topics()):
+    texts = [topics[name] for name in sorted(topics) if len(topics[name]) >= FEWEST_CHARACTERS]
+    for client, text in enumerate(texts):
         tokens = numbers[[ord(character) for character in text]]
         cut = round((1 - TEST_SHARE) * len(tokens))
         for piece, tests in ((tokens[:cut], False), (tokens[cut:], True)):

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcfl import __version__
-from hpcfl.data.bundled import digest_of_topics
 from hpcfl.machine import package_versions, processor
 from hpcfl.storage.slurm import job
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
 
-def environment_of(source: str, samples: int, ranks: Sequence[str], command: str) -> dict[str, Any]:
+def environment_of(samples: int, ranks: Sequence[str], command: str) -> dict[str, Any]:
     """Return what config.yaml records of a run's environment.
 
     Args:
-        source: the run's `data.source`.
         samples: a checksum of all samples.
         ranks: host, device and engine of each rank.
         command: what was typed to start the run.
@@ -36,5 +34,4 @@ def environment_of(source: str, samples: int, ranks: Sequence[str], command: str
         "samples": f"{samples:08x}",
         "workers": ", ".join(sorted(workers)),
         "ranks": list(ranks),
-        **({"topics": digest_of_topics()} if source == "topics" else {}),
     }

@@ -196,7 +196,7 @@ class RunFolder:
             if record["data"].get("path") == self.config.data.path:
                 return
             environment = record[ENVIRONMENT]
-        self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
+        _compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
         if record is None and self.store.exists:
             LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and is written again")
@@ -394,26 +394,21 @@ class RunFolder:
             # the checkpoint's configuration is compared when it is loaded
             return None
 
-    def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Warn of what may change the last bits; raise UserError if the texts of source `topics` differ."""
-        if "topics" in before and before["topics"] != now["topics"]:
-            raise UserError(
-                f"{self.path}: the help texts of data.source=topics are those of Python {before['python']}, "
-                f"and this Python {now['python']} has others; resume the run with that one, give --out DIR "
-                "for another folder, or --fresh to start over"
-            )
-        counts = [len(of["ranks"]) for of in (before, now) if "ranks" in of]
-        if len({*counts}) > 1 and "batched" in now["workers"]:
+
+def _compare_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of what may change the last bits."""
+    counts = [len(of["ranks"]) for of in (before, now) if "ranks" in of]
+    if len({*counts}) > 1 and "batched" in now["workers"]:
+        LOG.warning(
+            f"this run began on {counts[0]} ranks and continues on {counts[1]}: with run.engine=batched "
+            "the last bits may differ"
+        )
+    for key in ("hpcfl", "torch", "processor", "workers"):
+        if key in before and before[key] != now[key]:
             LOG.warning(
-                f"this run began on {counts[0]} ranks and continues on {counts[1]}: with run.engine=batched "
+                f"this run began with {key} {before[key]} and continues with {now[key]}: "
                 "the last bits may differ"
             )
-        for key in ("hpcfl", "torch", "processor", "workers"):
-            if key in before and before[key] != now[key]:
-                LOG.warning(
-                    f"this run began with {key} {before[key]} and continues with {now[key]}: "
-                    "the last bits may differ"
-                )
 
 
 def _are_rounds(changed: Sequence[str]) -> bool:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -220,25 +219,6 @@ def test_another_torch_is_reported_and_another_number_of_ranks_where_it_matters(
     assert of_torch.startswith(expected)
     warned = "this run began on 2 ranks and continues on 1: with run.engine=batched the last bits may differ"
     assert [warned in line for line in of_ranks] == [True] * (engine == "batched")
-
-
-def test_a_run_with_other_help_texts_is_not_resumed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["data.source=topics", "data.clients=2", "method.name=local", "train.local_epochs=1"]
-    words += ["model.name=textcnn", "model.embedding=2", "model.filters=1"]
-    words += ["--quiet", "--out", str(tmp_path / "run")]
-    assert main([*words, "train.rounds=1"]) == FINISHED
-    monkeypatch.setitem(topics, "assert", topics["assert"] + " ")
-    # the text is too short to be a client
-    assert main([*words, "train.rounds=2"]) == FINISHED
-    before = results(tmp_path / "run")
-    monkeypatch.setitem(topics, "with", topics["with"] + " ")
-    # there is nothing left to train
-    assert main([*words, "train.rounds=2"]) == FINISHED
-    message = refused(capsys, *words, "train.rounds=3")
-    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in message
-    assert results(tmp_path / "run") == before
 
 
 def test_a_folder_without_a_checkpoint_starts_at_round_0(
