@@ -144,15 +144,11 @@ def pachinko_counts(request: Request, options: PachinkoOptions) -> IntArray:
         for group in range(len(coarse)):
             inside = coarse_of == group
             fine[inside] = _positive_dirichlet(rng, options.fine_beta, inside.sum())
-        uniforms = rng.random(size)
-        while len(uniforms):
+        for uniform in rng.random(size):
             ends = np.cumsum(_weights(coarse, fine, coarse_of, left))
-            drawn = np.searchsorted(ends / ends[-1], uniforms, side="right")
-            drawn = _until_exhausted(drawn, left)
-            uniforms = uniforms[len(drawn) :]
-            taken = np.bincount(drawn, minlength=request.num_classes)
-            counts[client] += taken
-            left -= taken
+            label = np.searchsorted(ends / ends[-1], uniform, side="right")
+            counts[client, label] += 1
+            left[label] -= 1
     return counts
 
 
@@ -256,10 +252,3 @@ def _weights(coarse: np.ndarray, fine: np.ndarray, coarse_of: IntArray, left: In
     factor = np.divide(coarse, inside, out=np.zeros_like(inside), where=inside > 0)
     weights: np.ndarray = factor[coarse_of] * fine
     return weights
-
-
-def _until_exhausted(drawn: IntArray, left: IntArray) -> IntArray:
-    """Return the draws up to the first that takes the last sample of a class, int64; weights change there."""
-    full = np.flatnonzero((np.bincount(drawn, minlength=len(left)) >= left) & (left > 0))
-    ends = [int(np.flatnonzero(drawn == label)[left[label] - 1]) + 1 for label in full]
-    return drawn[: min(ends, default=len(drawn))]

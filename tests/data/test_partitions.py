@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcfl.data.partition_classes import balanced_classes
-from hpcfl.data.partition_draws import CIFAR100_COARSE, SMALLEST_WEIGHT
+from hpcfl.data.partition_draws import CIFAR100_COARSE, _weights
 from hpcfl.data.partition_request import Request, Split, least_samples
 from hpcfl.data.partitions import (
     PARTITIONS,
@@ -20,7 +20,6 @@ from hpcfl.data.partitions import (
     partition_given,
 )
 from hpcfl.errors import UserError
-from hpcfl.randomness import numpy_stream
 
 TEN_CLASSES = np.repeat(np.arange(10), 600)[np.random.default_rng(0).permutation(6000)]
 
@@ -357,38 +356,27 @@ def test_pachinko_of_fedem_uses_every_image_of_cifar100() -> None:
     assert 0.2 < np.mean(fine_shares) < 0.4
 
 
-def pachinko_one_by_one(
-    sizes: np.ndarray, coarse_of: list[int], clients: int, size: int, seed: int
-) -> np.ndarray:
-    """Draw as in FedEM: a coarse class, a fine one, a sample; remove what is exhausted, and renormalise."""
-    rng = numpy_stream(seed, "partition/pachinko")
-    left, coarse, counts = sizes.copy(), np.array(coarse_of), np.bincount(coarse_of)
-    table = np.zeros((clients, len(left)), dtype=int)
-    for row in table:
-        theta = np.maximum(rng.dirichlet([0.4] * len(counts)), SMALLEST_WEIGHT)
-        fine = np.concatenate([np.maximum(rng.dirichlet([10.0] * n), SMALLEST_WEIGHT) for n in counts])
-        for uniform in rng.random(size):
-            labels = np.flatnonzero(left)
-            siblings = np.bincount(coarse[labels], fine[labels])
-            shares = theta[coarse[labels]] * fine[labels] / siblings[coarse[labels]]
-            label = labels[np.searchsorted(np.cumsum(shares / shares.sum())[:-1], uniform, side="right")]
-            row[label] += 1
-            left[label] -= 1
-    return table
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_pachinko_is_drawn_one_by_one(seed: int) -> None:
+def test_a_class_that_pachinko_has_used_up_is_not_drawn_again(seed: int) -> None:
     sizes = np.array([12, 30, 8, 25, 20, 5, 20])
     y = np.repeat(np.arange(7), sizes)
-    # 7 labels in 3 groups: 2, 2 and 3
-    expected = pachinko_one_by_one(sizes, [0, 0, 1, 1, 2, 2, 2], clients=6, size=20, seed=seed)
     table = table_of("pachinko", {"coarse_classes": 3}, y=y, num_classes=7, clients=6, seed=seed)
-    np.testing.assert_array_equal(table, expected)
+    assert table.sum(axis=0).tolist() == sizes.tolist()
     gone = np.cumsum(table, axis=0) == sizes
-    # exhausted before the last client, and never drawn again
+    # before the last client
     assert gone[:-1].any()
     assert (table[1:][gone[:-1]] == 0).all()
+
+
+def test_the_share_of_a_class_that_is_used_up_goes_to_others_of_its_coarse_class() -> None:
+    coarse, fine, coarse_of = np.array([0.25, 0.75]), np.array([0.5, 0.5, 0.2, 0.8]), np.array([0, 0, 1, 1])
+    for left, expected in (
+        ([1, 1, 1, 1], [0.125, 0.125, 0.15, 0.6]),
+        ([0, 1, 1, 1], [0, 0.25, 0.15, 0.6]),
+        # no class of the first coarse one is left
+        ([0, 0, 1, 1], [0, 0, 0.15, 0.6]),
+    ):
+        np.testing.assert_allclose(_weights(coarse, fine, coarse_of, np.array(left)), expected)
 
 
 def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
