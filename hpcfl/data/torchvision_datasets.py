@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +12,14 @@ from hpcfl.errors import UserError, one_line
 from hpcfl.torchvision_parts import torchvision_part
 
 EMNIST_CLASSES = {"mnist": 10, "digits": 10, "letters": 26, "balanced": 47, "bymerge": 47, "byclass": 62}
-
-
-@dataclass(frozen=True)
-class _OnDisk:
-    """Where torchvision expects the files of a set below the root."""
-
-    class_name: str
-    folder: str
-    files: tuple[str, ...]
-
-
-def _idx_files(*prefixes: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}-{kind}-ubyte" for prefix in prefixes for kind in ("images-idx3", "labels-idx1"))
-
-
 _ON_DISK = {
-    "mnist": _OnDisk("MNIST", "MNIST/raw", _idx_files("train", "t10k")),
-    "fashionmnist": _OnDisk("FashionMNIST", "FashionMNIST/raw", _idx_files("train", "t10k")),
-    "emnist": _OnDisk("EMNIST", "EMNIST/raw", _idx_files("emnist-{split}-train", "emnist-{split}-test")),
-    "cifar10": _OnDisk(
-        "CIFAR10",
-        "cifar-10-batches-py",
-        (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"),
-    ),
-    "cifar100": _OnDisk("CIFAR100", "cifar-100-python", ("train", "test", "meta")),
+    "mnist": ("MNIST", "MNIST/raw"),
+    "fashionmnist": ("FashionMNIST", "FashionMNIST/raw"),
+    "emnist": ("EMNIST", "EMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
 }
+"""torchvision's class of each set, and its folder below the root."""
 NAMES = tuple(_ON_DISK)
 """Sources that can be fetched."""
 
@@ -58,14 +38,11 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
     Raises:
         UserError: the files are missing, unreadable or inconsistent.
     """
-    on_disk = _ON_DISK[name]
-    folder = Path(root).expanduser() / on_disk.folder
+    folder = _folder(name, root)
     command = f"hpcfl data fetch {name} --root {shlex.quote(root)}"
-    wanted = [file.format(split=split) for file in on_disk.files]
-    missing = [file for file in wanted if not os.path.isfile(folder / file)]
-    if missing:
+    if not folder.is_dir():
         raise UserError(
-            f"{name} is not in '{root}' (no file {on_disk.folder}/{missing[0]}): "
+            f"{name} is not in '{root}' (no folder {_ON_DISK[name][1]}): "
             f"fetch it where there is a network with: {command}"
         )
     torchvision_part("datasets")
@@ -77,8 +54,8 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
     # a damaged file may raise anything
     except Exception as error:
         raise UserError(
-            f"{name} in '{folder}' is damaged ({one_line(error)}): delete that folder, then fetch it again "
-            f"where there is a network with: {command}"
+            f"{name} in '{folder}' is damaged or incomplete ({one_line(error)}): delete that folder, then "
+            f"fetch it again where there is a network with: {command}"
         ) from error
     return x.transpose(0, 3, 1, 2), y
 
@@ -97,9 +74,13 @@ def download(name: str, root: str) -> Path:
     except Exception as error:
         raise UserError(
             f"{name} could not be fetched into '{root}' ({one_line(error)}): check the network and the disk, "
-            f"delete '{Path(root) / _ON_DISK[name].folder}' if it exists, and run the command again"
+            f"delete '{_folder(name, root)}' if it exists, and run the command again"
         ) from error
-    return Path(root).expanduser() / _ON_DISK[name].folder
+    return _folder(name, root)
+
+
+def _folder(name: str, root: str) -> Path:
+    return Path(root).expanduser() / _ON_DISK[name][1]
 
 
 def _read_part(name: str, root: str, split: str, train: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -112,6 +93,7 @@ def _read_part(name: str, root: str, split: str, train: bool) -> tuple[np.ndarra
 
 
 def _check_labels(parts: list[tuple[np.ndarray, np.ndarray]], num_classes: int) -> None:
+    """Raise ValueError for labels that cannot be right: torchvision has no checksums of MNIST's raw files."""
     for images, labels in parts:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images but {len(labels)} labels")
@@ -121,5 +103,5 @@ def _check_labels(parts: list[tuple[np.ndarray, np.ndarray]], num_classes: int) 
 
 def _dataset(name: str, root: str, split: str, train: bool, download: bool) -> Any:
     options = {"split": split} if name == "emnist" else {}
-    dataset_class = getattr(torchvision_part("datasets"), _ON_DISK[name].class_name)
+    dataset_class = getattr(torchvision_part("datasets"), _ON_DISK[name][0])
     return dataset_class(root, train=train, download=download, **options)

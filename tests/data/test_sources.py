@@ -129,7 +129,9 @@ def test_cifar_is_read_from_the_pickles_of_python_2_unless_it_is_damaged(
     assert arrays.y.tolist() == labels
     (path,) = tmp_path.glob(f"*/{file}")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=rf"^{name} in .* is damaged \(RuntimeError: .*corrupted"):
+    with pytest.raises(
+        UserError, match=rf"^{name} in .* is damaged or incomplete \(RuntimeError: .*corrupted"
+    ):
         read_source(DataConfig(source=name, root=str(tmp_path)))
 
 
@@ -156,7 +158,7 @@ def test_damaged_files_are_reported(file: str, content: bytes, tmp_path: Path) -
     folder = tmp_path / "MNIST" / "raw"
     write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
     (folder / file).write_bytes(content)
-    expected = f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
+    expected = f"^mnist in '{folder}' is damaged or incomplete .*: delete that folder, then fetch"
     with pytest.raises(UserError, match=expected):
         read_source(DataConfig(source="mnist", root=str(tmp_path)))
 

@@ -320,7 +320,7 @@ def test_a_column_without_data_is_skipped_and_reported(of_two: Two, tmp_path: Pa
         assert f"hpcfl: error: {words[0]}, column photos, all: cifar10 is not in" in message
     planned = of_two.finish(folder, *words, "--plan")
     run = of_two.finish(folder, *words, "--row", "fedavg")
-    reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
+    reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no folder cifar-10-batches-py)"
     assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
     assert "4 cells, " in planned
     assert run.splitlines()[0] == f"0 of 4 cells are finished, in {folder}"
