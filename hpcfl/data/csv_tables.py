@@ -156,10 +156,6 @@ def _checked_header(text: TextIO, where: str) -> list[str]:
                 f"{where}: column {number} has no name, as an index that pandas wrote; name or remove it "
                 "(to_csv(..., index=False))"
             )
-        if not name.isprintable():
-            raise UserError(
-                f"{where}: column {number} has the name {name!r}, which is not printable; rename it"
-            )
         if name in names[: number - 1]:
             raise UserError(f"{where}: two columns have the name {name}; rename one")
     return names
@@ -191,28 +187,21 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
             raise UserError(f"{where}: data.missing=drop leaves none of {len(frame)} rows")
         return whole
     counts = frame.isna().sum()
+    if empty := [name for name in counts.index if counts[name] == len(frame)]:
+        raise UserError(f"{where}: column {empty[0]} has no values; remove it")
+    if data.missing == "mean":
+        # the target, clients and categories are texts
+        frame = frame.fillna(frame[counts.index[counts > 0]].mean(numeric_only=True))
+        counts = frame.isna().sum()
     counts = counts[counts > 0]
     if counts.empty:
         return frame
-    if empty := [name for name in counts.index if counts[name] == len(frame)]:
-        raise UserError(f"{where}: column {empty[0]} has no values; remove it")
-    is_number = frame.dtypes.map(_is_number)
-    no_mean = [
-        name
-        for name in counts.index
-        if not is_number[name] or name in (data.target, data.client_column, *(data.categorical or ()))
-    ]
-    if data.missing == "mean" and not no_mean:
-        return frame.fillna(frame[counts.index].mean())
-    unfilled = counts[no_mean] if data.missing == "mean" else counts
-    shown = ", ".join(f"{name} {count}" for name, count in unfilled.head(MAX_NAMES).items())
-    more = f", and {len(unfilled) - MAX_NAMES} more columns" if len(unfilled) > MAX_NAMES else ""
-    allowed = "data.missing=drop leaves out such rows"
-    if not no_mean:
-        allowed += ", data.missing=mean takes the mean of the column"
-    elif data.missing == "mean":
-        allowed += ", and data.missing=mean is for features that are numbers"
-    raise UserError(f"{where}: of {len(frame)} rows some have no value ({shown}{more}); {allowed}")
+    shown = ", ".join(f"{name} {count}" for name, count in counts.head(MAX_NAMES).items())
+    more = f", and {len(counts) - MAX_NAMES} more columns" if len(counts) > MAX_NAMES else ""
+    raise UserError(
+        f"{where}: of {len(frame)} rows some have no value ({shown}{more}); data.missing=drop leaves out "
+        "such rows, data.missing=mean takes the means of features that are numbers"
+    )
 
 
 def _is_number(kind: Any) -> bool:

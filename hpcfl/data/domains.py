@@ -49,9 +49,6 @@ def read_domains(path: str, layout: str | None, image_size: int | None) -> Array
     classes = _classes(folders, where) if folders else None
     domains = {entry.stem if files else entry.name: entry for entry in files or folders}
     names = tuple(sorted(domains))
-    for name in names:
-        if not name.isprintable():
-            raise UserError(f"{where}: the name of a domain, {name!r}, is not printable; rename it")
     images, labels = [], []
     for name in names:
         x, y = _read_file(domains[name], layout) if classes is None else _read_folder(domains[name], classes)
