@@ -31,7 +31,7 @@ from hpcfl.commands.arguments import command_line, is_bare_key, is_file, run_par
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config.keys import Config
-from hpcfl.config.own_code import mistake_in_own_code, note_own_call
+from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import (
     BROKEN_PIPE,
     FAULT,
@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         if (line := mistake_in_own_code(error)) is None:
-            note_own_call(error)
             raise
         print_line(f"hpcfl: error: {for_terminal(line)}", sys.stderr)
         return FAULT

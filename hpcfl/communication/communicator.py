@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hpcfl.communication.heartbeat import Heartbeat, die_with_launcher
-from hpcfl.config.own_code import mistake_in_own_code, note_own_call
+from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import (
     FAULT,
     INTERRUPTED,
@@ -517,7 +517,6 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
             abort_with_message(world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
         if (line := mistake_in_own_code(error)) is not None:
             abort_with_message(world, f"hpcfl: error: {for_terminal(line)}\n", FAULT)
-        note_own_call(error)
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
         abort_with_message(world, f"{header}\n{traceback.format_exc()}", FAULT)
 

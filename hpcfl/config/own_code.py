@@ -314,8 +314,15 @@ def mistake_in_own_code(error: BaseException) -> str | None:
     that names a class of it, as errors of hooks do; None for any other, such as a bug below a user's call."""
     text = "; ".join([one_line(error), *getattr(error, "__notes__", ())])
     modules = [module for name, module in sys.modules.items() if name.startswith(OWN_MODULE)]
+    files = {module.__file__ for module in modules}
     for one in filter(None, (error, error.__cause__)):
-        frames, own = _frames(one)
+        # not those in other libraries
+        frames = [
+            frame
+            for frame in traceback.extract_tb(one.__traceback__)
+            if frame.filename in files or frame.filename.startswith(str(PACKAGE))
+        ]
+        own = [frame for frame in frames if frame.filename in files]
         # hpcfl raises errors about what it is asked for; its bugs are no raise statements
         if own and (frames[-1] is own[-1] or (frames[-1].line or "").startswith("raise ")):
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
@@ -327,24 +334,3 @@ def mistake_in_own_code(error: BaseException) -> str | None:
         if any(str(error).startswith(f"{name}.") for name in classes):
             return f"{module.__file__}: {text}"
     return None
-
-
-def note_own_call(error: BaseException) -> None:
-    """Let the traceback of an error below a user's call end with the place of that call."""
-    _, own = _frames(error)
-    if own:
-        error.add_note(
-            f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}, has led to this: check what it "
-            "passes on; if that is right, this is a fault of hpcfl"
-        )
-
-
-def _frames(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
-    """Return the frames of an error in users' files and hpcfl, not in other libraries, and the users' own."""
-    files = {module.__file__ for name, module in sys.modules.items() if name.startswith(OWN_MODULE)}
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename in files or frame.filename.startswith(str(PACKAGE))
-    ]
-    return frames, [frame for frame in frames if frame.filename in files]
