@@ -1,8 +1,9 @@
 """The lock on a run folder.
 
-It is a POSIX record lock on `<folder>/.lock`, which names the owner: such a lock reaches other nodes on NFS
-and Lustre, ends with its process, even by SIGKILL, and can be looked at without being taken. But a process
-loses it when any part of it opens and closes the file.
+It is a record lock on `<folder>/.lock`, which names the owner: such a lock reaches other nodes on NFS and
+Lustre, ends with its process, even by SIGKILL, and can be looked at without being taken. It belongs to the
+open file (F_OFD_SETLK), so that other code of the process may open and close `.lock`. A child that the
+process forks shares the lock: if the process is killed, it ends with the child.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LOCK_NAME = ".lock"
 MAX_BYTES = 1000
 """Number of bytes that are read of a lock file."""
 
-_held: dict[tuple[int, int], int] = {}
-"""This process's lock files: their identities and descriptors. The kernel would grant it a lock twice."""
+_FLOCK = struct.Struct("hhqqi")
+"""The kernel's struct flock: type, whence, start, length (0 is the whole file) and process."""
 
 
 class FolderLock:
@@ -39,54 +40,47 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         """Take the lock of an existing folder; raise UserError where a run holds it, OSError without room."""
         self._folder, self._owner = folder, _owner()
-        self._folder_identity = _identity(folder.stat())
-        before = holder(folder)
-        if before.is_seen:
-            raise _in_use(folder, before.owner)
         self._descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.is_enforced = True
         """Whether the file system has locks."""
         soon = f"soon, with exit code {STORAGE_ERROR}"
         try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._set(fcntl.F_WRLCK)
         except (BlockingIOError, PermissionError):
             owner = _read_owner(self._descriptor)
             os.close(self._descriptor)
-            raise _in_use(folder, owner) from None
+            raise UserError(
+                f"{folder} is in use by {owner or 'another process'}; wait for that run, stop it, or choose "
+                "another folder with --out DIR"
+            ) from None
         except OSError:
             self.is_enforced = False
             LOG.warning(
                 f"{folder}: this file system has no locks: any later start takes the folder over, and this "
                 f"run then ends {soon}"
             )
+        before = _read_owner(self._descriptor)
         try:
             self._write(f"{self._owner}\n")
         except BaseException:
             os.close(self._descriptor)
             raise
-        _held[_identity(os.fstat(self._descriptor))] = self._descriptor
-        if before.owner and not before.is_gone:
+        if before and not (self.is_enforced and _is_here(before)):
             LOG.warning(
-                f"{folder} was locked by {before.owner}. This machine cannot see whether it still runs (see "
+                f"{folder} was locked by {before}. This machine cannot see whether it still runs (see "
                 "squeue, or ps on that machine), so this run takes over; if it does run, it will stop "
                 f"{soon}"
             )
 
     def lost(self) -> str | None:
         """Return how this process has lost its folder, or None; OSError if the file system cannot tell."""
-        if self.is_elsewhere():
-            return "was moved or deleted"
-        named = holder(self._folder).owner
+        path, named = self._folder / LOCK_NAME, ""
+        # a copy of the folder at its path names this process too
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+            named = holder(self._folder).owner
         if named == self._owner:
             return None
-        return f"was taken over by {named}" if named else f"lost its {LOCK_NAME} to another run or a deletion"
-
-    def is_elsewhere(self) -> bool:
-        """Whether the folder that was locked has another path now, or none."""
-        try:
-            return _identity(self._folder.stat()) != self._folder_identity
-        except (FileNotFoundError, NotADirectoryError):
-            return True
+        return f"was taken over by {named}" if named else f"was moved or deleted, or lost its {LOCK_NAME},"
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -96,7 +90,9 @@ class FolderLock:
         with suppress(OSError):
             if _read_owner(self._descriptor) == self._owner:
                 self._write("")
-        _held.pop(_identity(os.fstat(self._descriptor)), None)
+        # a forked child may still have the file open, and would keep the lock
+        with suppress(OSError):
+            self._set(fcntl.F_UNLCK)
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -105,6 +101,10 @@ class FolderLock:
 
     def __exit__(self, *_error: object) -> None:
         self.release()
+
+    def _set(self, kind: int) -> None:
+        """Lock the file (F_WRLCK) or unlock it (F_UNLCK)."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
 
     def _write(self, text: str) -> None:
         written = os.pwrite(self._descriptor, text.encode(), 0)
@@ -131,23 +131,17 @@ def holder(folder: Path) -> Holder:
     path = folder / LOCK_NAME
     if not path.exists():
         return Holder("", False, False)
-    descriptor = _held.get(_identity(path.stat()))
-    if descriptor is not None:
-        return Holder(_read_owner(descriptor), True, False)
     with path.open("rb") as file:
         owner, is_locked = _read_owner(file.fileno()), _is_locked(file.fileno())
-    is_here = owner.partition(",")[0].endswith(f" on {socket.gethostname()}")
-    return Holder(owner, is_locked is True, is_here and is_locked is False)
+    return Holder(owner, is_locked is True, is_locked is False and _is_here(owner))
 
 
 def _is_locked(descriptor: int) -> bool | None:
-    """Whether another process holds a record lock on a file; None where the system cannot tell."""
-    # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
-    flock = struct.Struct("hhqqi")
+    """Whether a record lock on a file is held; None where the system cannot tell."""
     with suppress(OSError):
-        asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-        return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
     return None
 
 
@@ -157,19 +151,12 @@ def _read_owner(descriptor: int) -> str:
     return line.strip() if end else ""
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Return device and inode: the same file has the same ones under any path."""
-    return status.st_dev, status.st_ino
-
-
 def _owner() -> str:
     """Return this process's name in its locks."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"pid {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
 
 
-def _in_use(folder: Path, owner: str) -> UserError:
-    return UserError(
-        f"{folder} is in use by {owner or 'another process'}; wait for that run, stop it, or choose another "
-        "folder with --out DIR"
-    )
+def _is_here(owner: str) -> bool:
+    """Whether an owner was on this machine."""
+    return owner.partition(",")[0].endswith(f" on {socket.gethostname()}")

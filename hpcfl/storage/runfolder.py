@@ -303,10 +303,9 @@ class RunFolder:
         """Raise StorageError if the folder at this run's path is no longer its own."""
         with suppress(OSError):
             if self._lock is not None and (lost := self._lock.lost()):
-                where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
                 raise StorageError(
-                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the "
-                    f"same command to resume{where}"
+                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the same command "
+                    "to resume, with --out DIR if the folder was moved"
                 )
 
     def last_good(self) -> str:

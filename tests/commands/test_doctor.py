@@ -106,10 +106,10 @@ def test_the_doctor_names_an_impossible_folder_and_missing_data(
 def test_the_doctor_warns_of_a_file_system_without_locks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lockf(descriptor: int, command: int) -> None:
+    def no_locks(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
     assert main(["doctor", "--out", str(tmp_path)]) == FINISHED
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("OK with warnings: ")

@@ -98,13 +98,14 @@ def test_a_run_runs_and_is_killed(in_progress: tuple[Path, int], finished: Path,
 
 
 LOOK = """
-import os, sys
+import fcntl, os, sys
 from hpcfl.main import main
 folder = os.path.realpath(sys.argv[1])
 def hook(event, args):
     if event == "open" and isinstance(args[0], str) and os.path.realpath(args[0]).startswith(folder):
         assert args[2] & os.O_ACCMODE == os.O_RDONLY and not args[2] & os.O_CREAT, args
         print("read", os.path.basename(args[0]))
+    assert event != "fcntl.fcntl" or args[1] == fcntl.F_OFD_GETLK, args
     assert event not in ("fcntl.lockf", "fcntl.flock", "os.rename", "os.remove", "os.mkdir"), event
 sys.addaudithook(hook)
 sys.exit(main(["watch", folder]))

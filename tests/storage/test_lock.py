@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import time
@@ -35,6 +36,8 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
 
     def hold() -> None:
         FolderLock(tmp_path)
+        # as code does that copies the folder: a POSIX lock would be lost
+        (tmp_path / ".lock").read_bytes()
         os.write(writer, b"held")
         time.sleep(60)
 
@@ -52,6 +55,25 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
+def test_a_released_lock_is_free_while_a_child_has_the_file_open(tmp_path: Path) -> None:
+    with FolderLock(tmp_path):
+        child = forked(lambda: time.sleep(60))
+    try:
+        FolderLock(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_copy_in_place_of_a_moved_folder_is_not_the_locked_one(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "run", tmp_path / "run.old"
+    folder.mkdir()
+    with FolderLock(folder) as held:
+        folder.rename(aside)
+        shutil.copytree(aside, folder)
+        assert held.lost() == "was moved or deleted, or lost its .lock,"
+
+
 def test_without_file_locks_a_later_start_takes_over_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,7 +81,6 @@ def test_without_file_locks_a_later_start_takes_over_the_folder(
         raise OSError(errno.ENOLCK, "No locks available")
 
     # as the kernel answers for a file system without locks
-    monkeypatch.setattr(fcntl, "lockf", refused)
     monkeypatch.setattr(fcntl, "fcntl", refused)
     owner = f"pid 7 on {socket.gethostname()}"
     (tmp_path / ".lock").write_text(f"{owner}\n")
