@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -417,17 +416,13 @@ def _are_rounds(changed: Sequence[str]) -> bool:
 
 def _check_links(path: Path) -> None:
     """Raise UserError if an entry is a link, a pipe or a device: writing would change something else."""
-    for entry in path.iterdir():
-        try:
-            mode = entry.lstat().st_mode
-        except FileNotFoundError:
-            # a run that still writes here has renamed it
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise UserError(
-                f"{entry} is a link, a pipe or a device, which no run makes, and would be written to; "
-                "remove it, or name another folder with --out DIR"
-            )
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+                raise UserError(
+                    f"{entry.path} is a link, a pipe or a device, which no run makes, and would be written "
+                    "to; remove it, or name another folder with --out DIR"
+                )
 
 
 def _free_name(path: Path) -> Path:

@@ -19,7 +19,7 @@ from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
 from hpcfl.storage.ledger import METRICS, SPENT
-from hpcfl.storage.runfolder import RunFolder, _check_links
+from hpcfl.storage.runfolder import RunFolder
 
 N, ROUNDS = 4, 3
 TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]
@@ -286,10 +286,3 @@ def test_scores_after_training_are_those_of_the_cohort(run: Callable[..., Path])
     assert len(known) == 1
     assert metrics[-1]["accuracy_after_training"] == known[0]["accuracy_after_training"]
     assert np.mean(column(clients, "accuracy_after_download")) == float(metrics[-1]["accuracy_mean"])
-
-
-def test_a_file_that_another_run_renames_meanwhile_is_not_taken_for_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "checkpoint.tmp.h5"]))
-    _check_links(tmp_path)
