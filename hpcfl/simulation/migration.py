@@ -34,36 +34,33 @@ def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) 
     possible time). As many clients stay at home as keep the busiest worker within `HOME_SLACK` of that.
     """
     longest_first = sorted(range(len(work)), key=lambda position: -work[position])
-    anywhere = _fill([-1] * len(work), longest_first, work, num_workers)
-    limit = HOME_SLACK * max(_loads(work, anywhere, num_workers))
     loads, near = [0] * num_workers, [-1] * len(work)
+    anywhere, shortest = _fill(near, longest_first, work, loads)
+    limit = HOME_SLACK * shortest
     for position in longest_first:
         home = homes[position]
         if loads[home] + work[position] <= limit:
             near[position] = home
             loads[home] += work[position]
-    near = _fill(near, longest_first, work, num_workers)
-    return tuple(near if max(_loads(work, near, num_workers)) <= limit else anywhere)
+    near, longest = _fill(near, longest_first, work, loads)
+    return tuple(near if longest <= limit else anywhere)
 
 
-def _fill(workers: Sequence[int], order: Sequence[int], work: Sequence[int], num_workers: int) -> list[int]:
-    """Assign each client without a worker (-1) to the least busy worker, in this order."""
+def _fill(
+    workers: Sequence[int], order: Sequence[int], work: Sequence[int], loads: Sequence[int]
+) -> tuple[list[int], int]:
+    """Assign each client without a worker (-1) to the least busy worker, in this order.
+
+    `loads` are those of the clients that have a worker. Also return the largest load in the end.
+    """
     filled = list(workers)
-    busy = [(load, worker) for worker, load in enumerate(_loads(work, workers, num_workers))]
+    busy = [(load, worker) for worker, load in enumerate(loads)]
     heapq.heapify(busy)
     for position in order:
         if filled[position] < 0:
             load, filled[position] = busy[0]
             heapq.heapreplace(busy, (load + work[position], filled[position]))
-    return filled
-
-
-def _loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> list[int]:
-    loads = [0] * num_workers
-    for amount, worker in zip(work, workers, strict=True):
-        if worker >= 0:
-            loads[worker] += amount
-    return loads
+    return filled, max(busy)[0]
 
 
 Migration = tuple[int, int, int]
