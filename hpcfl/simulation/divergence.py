@@ -96,7 +96,7 @@ class Divergence:
 
         With skip it warns of clients that had not diverged before, with continue of the first ones only.
         """
-        diverged = _on_all_ranks(self._world, here)
+        diverged = on_all_ranks(self._world, here)
         if not diverged:
             return diverged
         first, what = next(iter(diverged.items()))
@@ -128,7 +128,7 @@ class Divergence:
     def judge_scores(self, losses: np.ndarray, server: State, done: int) -> None:
         """Check the losses [clients] of the models that were scored after `done` rounds, on the server."""
         here = dict.fromkeys(np.isnan(losses).nonzero()[0].tolist(), "")
-        clients = list(_on_all_ranks(self._world, here))
+        clients = list(on_all_ranks(self._world, here))
         if not clients:
             return
         self.judge_server(server, done)
@@ -164,7 +164,7 @@ def named(clients: Sequence[int]) -> str:
     return f"clients {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _on_all_ranks(world: Communicator, here: Mapping[int, str]) -> dict[int, str]:
+def on_all_ranks(world: Communicator, here: Mapping[int, str]) -> dict[int, str]:
     """Return texts about clients of all ranks, in ascending order, given those of this one. Collective."""
     if not world.maximum(len(here)):
         return {}

@@ -17,7 +17,7 @@ from hpcfl.methods.base import State
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.divergence import Divergence
+from hpcfl.simulation.divergence import Divergence, on_all_ranks
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, stack
 from hpcfl.simulation.local_round import Groups, LocalTraining
@@ -159,7 +159,7 @@ class Simulation:
             delivered |= response
         moved = self._moved(traffic, reached)
         local = self._local.train(groups, down, delivered.received, moved, is_evaluated)
-        late = self._all_late(local.late)
+        late = list(on_all_ranks(self._world, dict.fromkeys(local.late, ""))) if self._clock else []
         diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
         left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
         members, up, places = reached, local.up, list(range(len(reached)))
@@ -176,11 +176,6 @@ class Simulation:
         federation.migration.end()
         federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
         return self._recorder.record_round(cohort, traffic, reached, local, places, diverged, late)
-
-    def _all_late(self, here: list[int]) -> list[int]:
-        """Return the members of all ranks that missed `clients.deadline_s`, given this one's. Collective."""
-        parts = self._world.all_gather(here) if self._clock is not None else []
-        return sorted(client for part in parts for client in part)
 
     def _moved(self, traffic: RoundTraffic, cohort: Cohort) -> Tensor:
         """Return the bytes so far of each of this rank's members, int64; 0 if they take no simulated time.
