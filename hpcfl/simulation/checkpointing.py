@@ -22,7 +22,7 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import Ledger, is_off_schedule
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
-from hpcfl.storage.snapshot import Block, Rows, RowShape, Snapshot
+from hpcfl.storage.snapshot import Block, Rows, Snapshot
 
 
 class Saver:
@@ -226,9 +226,9 @@ class Saver:
             yield np.array(cohort.clients[positions]) - first_id, block.per_client
 
 
-def _shape(rows: Tensor, count: int) -> RowShape:
+def _shape(rows: Tensor, count: int) -> Tensor:
     """Return shape and type of `count` rows like the given ones."""
-    return RowShape(count, tuple(rows.shape[1:]), rows.dtype)
+    return rows.new_empty(count, *rows.shape[1:], device="meta")
 
 
 def _rows(model: Message, without: Sequence[str]) -> Message:

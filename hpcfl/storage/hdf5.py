@@ -32,7 +32,6 @@ from hpcfl.storage.snapshot import (
     DataRecord,
     LedgerTable,
     Rows,
-    RowShape,
     Snapshot,
 )
 
@@ -311,8 +310,8 @@ def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Datas
 
 
 def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> None:
-    datasets = {name: _create_row_dataset(group, name, row_shape) for name, row_shape in rows.shapes.items()}
-    times = {name: np.zeros(row_shape.rows, dtype=np.int64) for name, row_shape in rows.shapes.items()}
+    datasets = {name: _create_row_dataset(group, name, shaped) for name, shaped in rows.shapes.items()}
+    times = {name: np.zeros(len(shaped), dtype=np.int64) for name, shaped in rows.shapes.items()}
     group.attrs["names"] = _encode(list(datasets))
     for block in rows.blocks:
         _write_block(datasets, block, rows.shapes, times)
@@ -329,7 +328,7 @@ def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> N
 def _write_block(
     datasets: Mapping[str, h5py.Dataset],
     block: Block,
-    shapes: Mapping[str, RowShape],
+    shapes: Mapping[str, torch.Tensor],
     times: Mapping[str, np.ndarray],
 ) -> None:
     """Write a block's rows, and count in `times` how often each row was written."""
@@ -337,20 +336,19 @@ def _write_block(
     for name, tensor in tensors.items():
         expected = shapes[name]
         # HDF5 would broadcast and convert without an error
-        if tensor.shape != (len(ids), *expected.shape) or tensor.dtype != expected.dtype:
+        if tensor.shape != (len(ids), *expected.shape[1:]) or tensor.dtype != expected.dtype:
             raise ValueError(
-                f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
+                f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not as {expected}"
             )
         _write_runs(datasets[name], ids, tensor.numpy(force=True))
         times[name][ids] += 1
 
 
-def _create_row_dataset(group: h5py.Group, name: str, row_shape: RowShape) -> h5py.Dataset:
+def _create_row_dataset(group: h5py.Group, name: str, shaped: torch.Tensor) -> h5py.Dataset:
     """Create a dataset of one chunk a row, so that reading some clients touches only theirs."""
-    shape = (row_shape.rows, *row_shape.shape)
-    chunks = (1, *row_shape.shape) if math.prod(shape) else None
-    dtype = torch.empty(0, dtype=row_shape.dtype).numpy().dtype
-    return group.create_dataset(name, shape=shape, dtype=dtype, chunks=chunks)
+    chunks = (1, *shaped.shape[1:]) if shaped.numel() else None
+    dtype = torch.empty(0, dtype=shaped.dtype).numpy().dtype
+    return group.create_dataset(name, shape=shaped.shape, dtype=dtype, chunks=chunks)
 
 
 def _write_runs(dataset: h5py.Dataset, ids: np.ndarray, values: np.ndarray) -> None:

@@ -37,15 +37,6 @@ class DataRecord:
 
 
 @dataclass(frozen=True)
-class RowShape:
-    """A dataset [rows, *shape] that is written row by row."""
-
-    rows: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Rows:
     """Named datasets with a leading client axis, and the blocks that bring their rows.
 
@@ -53,7 +44,8 @@ class Rows:
     once. A dataset that all clients share has one row, with id 0.
     """
 
-    shapes: Mapping[str, RowShape]
+    shapes: Mapping[str, torch.Tensor]
+    """Shape and type of each dataset, as a tensor without numbers (`device="meta"`)."""
     blocks: Iterable[Block]
 
 

@@ -28,7 +28,7 @@ from hpcfl.samples import SampleType
 from hpcfl.storage import checkpoint
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint, write_snapshot
-from hpcfl.storage.snapshot import Block, DataRecord, LedgerTable, Rows, RowShape, Snapshot
+from hpcfl.storage.snapshot import Block, DataRecord, LedgerTable, Rows, Snapshot
 
 NUM_CLIENTS = 7
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64)
@@ -73,7 +73,7 @@ def blocks_of(rows: dict[str, torch.Tensor], *ids_of_blocks: Iterable[int]) -> I
 
 
 def rows_of(tensors: dict[str, torch.Tensor], *ids_of_blocks: Iterable[int]) -> Rows:
-    shapes = {name: RowShape(len(rows), tuple(rows.shape[1:]), rows.dtype) for name, rows in tensors.items()}
+    shapes = {name: rows.to("meta") for name, rows in tensors.items()}
     return Rows(shapes, blocks_of(tensors, *ids_of_blocks))
 
 
@@ -272,7 +272,7 @@ def test_one_block_is_in_memory_at_a_time(store: CheckpointStore) -> None:
             yield np.array([client]), {"x": rows}
             del rows
 
-    rows = Rows({"x": RowShape(NUM_CLIENTS, (50,), torch.float32)}, blocks())
+    rows = Rows({"x": torch.empty(NUM_CLIENTS, 50, device="meta")}, blocks())
     store.save(replace(snapshot_of(1), clients=rows))
     assert len(made) == NUM_CLIENTS
 
