@@ -36,9 +36,6 @@ from hpcfl.privacy import PrivateUploads
 from hpcfl.randomness import seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
 
-_CALLS = {"new_client_download": "eval_download", "eval_download": "download"}
-"""The hook that the default of a hook calls."""
-
 
 class MethodAdapter:
     """One method as the round loop calls it: the method's hooks, with running statistics added or stored.
@@ -133,24 +130,12 @@ class MethodAdapter:
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of clients that take no part in training."""
-        try:
-            return self._sent("new_client_download", server, cohort)
-        except IndexError as error:
-            error.add_note(
-                f"The server's state has no rows of clients {cohort.clients[0]} and on, which take no part "
-                f"in training: if {type(self.method).__name__} looks for them, override new_client_download, "
-                "or set data.unseen_clients=0"
-            )
-            raise
+        return self._sent("new_client_download", server, cohort)
 
     def _sent(self, hook: str, server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
-        own = hook
-        # errors name the hook that the class has
-        while own in _CALLS and getattr(type(self.method), own) is getattr(Method, own):
-            own = _CALLS[own]
-        with unchanged_state(self._hook(own), server):
-            message = self._message(own, self._seeded(hook, server, cohort), len(cohort))
+        with unchanged_state(self._hook(hook), server):
+            message = self._message(hook, self._seeded(hook, server, cohort), len(cohort))
         return self.method.buffers.in_download(message, server)
 
     def needs_request(self, round: int) -> bool:

@@ -238,7 +238,6 @@ def test_a_method_that_reads_rows_of_unseen_clients_is_refused_before_the_first_
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "looks_them_up", LooksThemUp)
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(IndexError):
         run_here(tmp_path / "run", [*settings, "method.name=looks_them_up"])
-    assert "no rows of clients 5 and on" in "".join(raised.value.__notes__)
     assert not (tmp_path / "run" / "checkpoint.h5").exists()
