@@ -60,15 +60,9 @@ patiently() {
     "$@"
 }
 
-# Notes are needed while a job may start again, also after a fault and by hand; they go once SLURM has forgotten it.
+# Notes are needed while a job may start again, also after a fault and by hand.
 forget_old_jobs() {
-    local old known folder
-    old=$(find "$all_notes" -mindepth 1 -maxdepth 1 -user "$(id -u)" -mtime +6 -printf '%f\n')
-    if [ -z "$old" ]; then return; fi
-    known=$(squeue --noheader --user="$(id -un)" --states=all --array --format=%A 2>/dev/null) || return 0
-    for folder in $old; do
-        grep --quiet --word-regexp --fixed-strings "$folder" <<<"$job $known" || rm -rf "${all_notes:?}/$folder"
-    done
+    find "$all_notes" -mindepth 1 -maxdepth 1 -user "$(id -u)" -not -name "$job" -mtime +60 -exec rm -rf {} +
 }
 
 # Count the starts in a row without a new round; those that SLURM requeued by itself count too.
