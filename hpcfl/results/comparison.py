@@ -91,24 +91,10 @@ class Comparison:
         return "\n\n".join(map("\n".join, tables))
 
     def _names(self) -> list[str]:
-        """Return the name of each entry: the folder of a single run, else the method, if it tells entries
-        apart, and the keys in which those of one method differ."""
-        if len(self.entries[0]) == 1:
-            return folder_names([run for (run,) in self.entries])
-        methods = [entry[0].config.method.name for entry in self.entries]
-        names = []
-        for number, method in enumerate(methods):
-            alike = [one for one, other in enumerate(methods) if other == method]
-            differing = {
-                key: values[number]
-                for key, values in self.keys.items()
-                if len({repr(values[one]) for one in alike}) > 1
-            }
-            parts = [f"{key}={value}" for key, value in differing.items() if value is not None]
-            if len(alike) < len(methods):
-                parts.insert(0, method)
-            names.append(", ".join(parts))
-        return names
+        """Return the name of each entry: the folder of its first run, and how many seeds it has."""
+        seeds = len(self.entries[0])
+        names = folder_names([entry[0] for entry in self.entries])
+        return [f"{name} ({seeds} seeds)" if seeds > 1 else name for name in names]
 
 
 def num_partitions(runs: Sequence[Run]) -> int:
@@ -168,7 +154,6 @@ def compare(*runs: Run) -> Comparison:
     for first, *others in zip(*entries, strict=True):
         for other in others:
             if changed := differences(sample_keys(first), sample_keys(other)):
-                _check_seeds(_by_configuration(runs))
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their clients have other samples "
                     f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
@@ -189,34 +174,15 @@ def compare(*runs: Run) -> Comparison:
 
 def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
     """Return runs by configuration, in the order of their seeds; None unless all have the same seeds."""
-    found = _by_configuration(runs)
-    first, *others = found
-    is_twice = sum(map(len, found)) < len(runs)
-    if is_twice or not others or any(set(other) != set(first) for other in others):
-        return None
-    return tuple(tuple(of_seeds[seeds] for seeds in first) for of_seeds in found)
-
-
-def _by_configuration(runs: Sequence[Run]) -> list[dict[tuple[int, int], Run]]:
-    """Return runs by configuration, and then by `run.seed` and the seed of the data."""
     found: dict[str, dict[tuple[int, int], Run]] = {}
     for run in runs:
         configuration = json.dumps(_keys(run, without=SEEDS), sort_keys=True)
         found.setdefault(configuration, {})[run.config.run.seed, run.config.data_seed] = run
-    return list(found.values())
-
-
-def _check_seeds(configurations: Sequence[Mapping[tuple[int, int], Run]]) -> None:
-    """Raise UserError if one of several configurations lacks a seed of another that has several."""
-    longest = max(configurations, key=len)
-    for shorter in configurations if len(longest) > 1 else ():
-        for seeds, run in longest.items():
-            if seeds not in shorter:
-                like = next(iter(shorter.values()))
-                raise UserError(
-                    f"{run.path} has run.seed={run.config.run.seed}, and no run like {like.path} has this "
-                    "seed; name one too, or leave the first out"
-                )
+    first, *others = found.values()
+    is_twice = sum(map(len, found.values())) < len(runs)
+    if is_twice or not others or any(set(other) != set(first) for other in others):
+        return None
+    return tuple(tuple(of_seeds[seeds] for seeds in first) for of_seeds in found.values())
 
 
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
