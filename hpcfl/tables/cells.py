@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -229,6 +229,12 @@ class Table:
         rounds: int | None,
     ) -> list[Cell]:
         """Resolve all cells: `overrides` are for those of the chosen columns, `of_all` for the others."""
+        swept = {
+            column.label: (column.sweep.key, flatten(column.tree())[column.sweep.key])
+            for layer in layers
+            for column in layer.columns
+            if column.sweep is not None
+        }
         cells = []
         for seed, column, (number, row) in product(self.seeds, self.columns, enumerate(self.rows)):
             if column in (row.without or ()):
@@ -236,7 +242,14 @@ class Table:
             place = f"{self.path}, {place_of('row', number, row.label)}{_in_column(column)}"
             given = overrides if column in self.chosen_columns else of_all
             try:
-                config = self._config(_tree(layers, row.label, column), given, seed, rounds)
+                tree = _tree(layers, row.label, column)
+                key, value = swept.get(column, ("", None))
+                if (other := flatten(tree).get(key, value)) != value:
+                    raise UserError(
+                        f"{key}={other}, and the column's label says {value}; leave it out, or name the "
+                        "column in the row's `without`"
+                    )
+                config = self._config(tree, given, seed, rounds)
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
             method = config.method.name
@@ -252,15 +265,13 @@ class Table:
     def _check_not_replaced(self, layers: Sequence[TableFile], changes: Sequence[str]) -> None:
         """Refuse to replace for all cells what a row or a column differs in: its label would be wrong."""
         given = {word.partition("=")[0]: word for word in changes}
-        rows = [("row", self.labels, row) for layer in layers for row in layer.rows]
-        columns = [("column", self.columns, column) for layer in layers for column in layer.columns]
-        for kind, labels, entry in (*rows, *columns):
-            if entry.label in labels:
-                for key in given.keys() & flatten(entry.tree()).keys():
-                    place = place_of(kind, labels.index(entry.label), entry.label)
-                    raise UserError(
-                        f"{given[key]}: {self.path}, {place} sets {key}; leave it out, or change the file"
-                    )
+        rows = [row for layer in layers for row in layer.rows if row.label in self.labels]
+        columns = [column for layer in layers for column in layer.columns if column.label in self.columns]
+        for entry in (*rows, *columns):
+            for key in given.keys() & flatten(entry.tree()).keys():
+                raise UserError(
+                    f"{given[key]}: {self.path}, {entry.label} sets {key}; leave it out, or change the file"
+                )
 
     def _config(
         self, tree: dict[str, Any], overrides: Sequence[str], seed: int, rounds: int | None
@@ -278,7 +289,6 @@ class Table:
         """Raise UserError for cells that do not go together."""
         if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
             self._check_one_source(layers)
-        self._check_swept(layers)
         for number in range(len(layers)):
             self._check_keys(layers[number:])
         self._check_folders()
@@ -294,27 +304,6 @@ class Table:
                 f"{self.path}: data.source on the command line would replace {_listed(sources)} in all "
                 "columns; choose columns of one of them with --column LABEL"
             )
-
-    def _check_swept(self, layers: Sequence[TableFile]) -> None:
-        """Refuse another value of a key that a column's sweep sets: the column's label would be wrong."""
-        swept: dict[str, list[str]] = {}
-
-        def check(entry: PartialConfig, free: Collection[str], sets: str, advice: str) -> None:
-            for key in flatten(entry.tree()).keys() & swept.keys():
-                if wrong := [label for label in swept[key] if label not in free]:
-                    raise UserError(f"{self.path}, {sets} {key}, as does column {wrong[-1]}; {advice}")
-
-        for layer in layers:
-            here = [column for column in layer.columns if column.sweep is not None]
-            check(layer.settings, {column.label for column in here}, "settings set", "leave it out")
-            for column in here:
-                if column.sweep is not None and column.label in self.columns:
-                    swept.setdefault(column.sweep.key, []).append(column.label)
-            for row in [row for row in layer.rows if row.label in self.labels]:
-                number = self.labels.index(row.label)
-                place, free = place_of("row", number, row.label), self.rows[number].without or ()
-                advice = "leave it out, or name the column in the row's `without`"
-                check(row, free, f"{place} sets", advice)
 
     def _check_keys(self, layers: Sequence[TableFile]) -> None:
         """Refuse keys of the first of these files that no cell has: they would change nothing.

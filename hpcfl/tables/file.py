@@ -74,6 +74,12 @@ def _quantity(name: str) -> str:
     return name
 
 
+def _swept_key(name: str) -> str:
+    if name.partition(".")[0] not in GROUPS:
+        raise ValueError(f"{name} is not a key of a configuration, such as train.lr")
+    return name
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, dict):
         raise ValueError("it must be a number, true, false, text, or a list")
@@ -118,7 +124,7 @@ class PartialConfig(FileKeys):
 class Sweep(FileKeys):
     """A short way to write columns that differ in one key."""
 
-    key: Text
+    key: Annotated[Text, AfterValidator(_swept_key)]
     values: list[Annotated[Any, AfterValidator(_plain)]] = Field(min_length=1)
 
 

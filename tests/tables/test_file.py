@@ -101,13 +101,13 @@ def test_settings_override_a_configuration_columns_override_both_and_rows_overri
 
 
 def test_the_command_line_cannot_change_what_a_row_or_a_column_sets(folder: Path) -> None:
-    path, column = folder / "paper.yaml", "column 1 (few)"
-    places = {"train.lr=1": "row 2 (fedavg)", "method.name=local": "row 1 (ours)", "data.clients=3": column}
-    for word, place in places.items():
+    path = folder / "paper.yaml"
+    labels = {"train.lr=1": "fedavg", "method.name=local": "ours", "data.clients=3": "few"}
+    for word, label in labels.items():
         with pytest.raises(UserError) as error:
             Table(path, [word])
         key = word.partition("=")[0]
-        assert str(error.value) == f"{word}: {path}, {place} sets {key}; leave it out, or change the file"
+        assert str(error.value) == f"{word}: {path}, {label} sets {key}; leave it out, or change the file"
 
 
 def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
@@ -301,6 +301,11 @@ NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you
         ("train: {rounds: 20, lr", "{train.lr", ", settings: train.lr has a dot, which is for the command"),
         ("{clients: 8}", "{client: 8}", ", row 1 (ours), column many: data.client=8 is an unknown key"),
         ("[0, 2]", "[{k: 1}]", ", column 3 (kept), sweep, value 1: it must be a number, true, false, text"),
+        (
+            "method.k, ",
+            "methd.k, ",
+            ", column 3 (kept), sweep: key='methd.k' is invalid: methd.k is ",
+        ),
         ("method.k, ", "train.k, ", ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key"),
         ("source: table 1", "sweep: {key: train.lr, values: [1]}", ": sweep and columns exclude each other"),
         ("[ours, fedavg]", "[ours, mean]", ", compare ours with mean: unknown row mean; allowed: "),
@@ -315,7 +320,7 @@ NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you
         ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be a group of keys"),
         ("settings:", "settings:\n  method: {kk: 1}", ", settings: method.kk is a key of no row there; did"),
         ("label: many", "method: {kk: 1}, label: many", ", column 2 (many): method.kk is a key of no row "),
-        ("heurpfedla}", "heurpfedla, k: 1}", ", row 1 (ours) sets method.k, as does column kept, k = 2;"),
+        ("heurpfedla}", "heurpfedla, k: 1}", ", row 1 (ours), column kept, k = 0: method.k=1, and the c"),
         ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
         ("source: table 1", 'extends: "a\\0b"', ": extends='a\\x00b' is invalid: it must be one line of"),
         ("source: table 1", '"": 1', ":  is an unknown key; allowed: extends, title"),
@@ -335,7 +340,10 @@ def test_a_new_column_of_an_extending_file_has_the_configuration_of_the_extended
         assert flat(table, "ours", column)["data.source"] == "cifar10"
         assert flat(table, "ours", column)["train.batch_size"] == 9
     (folder / "last.yaml").write_text("extends: more.yaml\ntitle: last\nsettings: {train: {lr: 0.2}}\n")
-    assert "settings set train.lr, as does column lr = 0.1; leave it out" in refused(folder / "last.yaml")
+    expected = "row 1 (ours), column lr = 0.1: train.lr=0.2, and the column's label says 0.1; leave it out"
+    assert expected in refused(folder / "last.yaml")
+    (folder / "last.yaml").write_text("extends: more.yaml\ntitle: last\nsettings: {train: {lr: 0.1}}\n")
+    assert flat(Table(folder / "last.yaml"), "ours", "lr = 0.1")["train.lr"] == 0.1
 
 
 def test_an_extending_file_may_leave_out_rows_and_sweep_again(folder: Path) -> None:
@@ -353,7 +361,8 @@ def test_an_extending_file_keeps_labels_of_columns_right(folder: Path) -> None:
     two = "  - {label: two, data: {clients: 5, partition: {name: classes, classes_per_client: 2}}}\nrows:"
     (folder / "paper.yaml").write_text(PAPER.replace("rows:", two, 1).replace("61.43, many: 73", "61.43"))
     for more, expected in (
-        ("rows: [{label: ours, method: {k: 5}}]", "row 1 (ours) sets method.k, as does column kept, k = 2; "),
+        ("rows: [{label: ours, method: {k: 5}}]", "kept, k = 0: method.k=5, and the column's label says 0; "),
+        ('columns: [{label: "kept, k = 0", method: {k: 5}}]\ncompare: []\nrows: [ours]', ": method.k=5, and"),
         ("settings: {data: {partition: {name: iid}}}", "(two): data.partition.classes_per_client is a key"),
     ):
         (folder / "more.yaml").write_text(f"extends: paper.yaml\ntitle: more\n{more}\n")
