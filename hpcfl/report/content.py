@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcfl.config.keys import flatten
 from hpcfl.errors import UserError
-from hpcfl.formatting import clock, readable_bytes, times
+from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
 from hpcfl.results.comparison import sample_keys, samples_of
@@ -125,8 +125,9 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         shown["names"] = {"layer": layers} | ({axis: entries(config.method.options)} if entries else {})
     confusion, left_out = _confusion(run, CONFUSION_LINES // num_runs)
     notes += left_out
-    bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
     clients_round = int(run.history_rounds[-1]) if len(run.history_rounds) else 0
+    bands = _bands(run, metrics["round"][kept])
+    headline = _headline(run, clients, clients_round, steps[-1])
     # free each run's history: those of many runs would not fit in memory together
     run.close()
     return {
@@ -141,8 +142,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "scored": scored_when(config.method.name, config.train),
         "trainsSome": config.train.participation < 1 or config.clients.loses_members,
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, clients_round, steps[-1]),
-        "warnings": warnings,
+        "headline": headline,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
@@ -173,7 +173,10 @@ def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> l
     found = _accuracies(run, clients.get("accuracy", np.empty(0)), clients_round)
     found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
     if diverged := last.get("diverged"):
-        remark = "clients with nan or infinity, round by round"
+        what = "continued with" if run.config.run.on_divergence == "continue" else "left out"
+        remark = f"clients with nan or infinity, round by round, {what}"
+        if run.diverged.any():
+            remark += f" ({named(np.flatnonzero(run.diverged).tolist())})"
         found.append(_figure("Diverged", f"{diverged:.0f}", diverged, remark))
     if LOST in last:
         lost = last[LOST]
@@ -233,20 +236,6 @@ def _accuracies(run: Run, accuracies: np.ndarray, clients_round: int) -> list[Js
         remark = f"mean over {some}{_counted(in_training)}"
         found.append(_percent(METRIC_NAMES[name], mean_of_known(values), remark))
     return found
-
-
-def _warnings(run: Run) -> list[str]:
-    """Return warnings about the run: which clients diverged."""
-    diverged = run.last.get("diverged")
-    if not diverged:
-        return []
-    clients = np.flatnonzero(run.diverged).tolist()
-    of_clients = f" ({named(clients)})" if clients else ""
-    what = "went on with these" if run.config.run.on_divergence == "continue" else "left them out"
-    return [
-        f"Numbers of a client were nan or infinite {times(diverged)}{of_clients}; the run {what} "
-        "(run.on_divergence)."
-    ]
 
 
 def _counted(clients: int) -> str:

@@ -153,11 +153,11 @@ function ticks(low, high, most, smallest = 0) {
   return found;
 }
 
-function extent(values, isPadded = true) {
+function extent(values) {
   let low = Infinity, high = -Infinity;
   for (const value of values) if (isKnown(value)) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low > high) return [0, 1];
-  if (low === high) return isPadded ? [low - Math.max(0.5, Math.abs(low) / 2), high + Math.max(0.5, Math.abs(low) / 2)] : [low, low + 1];
+  if (low === high) return [low - Math.max(0.5, Math.abs(low) / 2), high + Math.max(0.5, Math.abs(low) / 2)];
   return [low, high];
 }
 
@@ -165,10 +165,9 @@ function between([low, high], [least, most]) {
   return [Math.max(least, low), Math.min(most, high)];
 }
 
-function marker(svg, shape, x, y, style, text = "") {
+function marker(svg, shape, x, y, style) {
   const paths = ["M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-3.5,-3.5h7v7h-7z", "M0,-4.5l4.5,8h-9z", "M0,-5l5,5l-5,5l-5,-5z", "M-4,4l8,-8m0,8l-8,-8"];
-  const made = make(svg, "path", { d: paths[shape % paths.length], transform: `translate(${x},${y})`, fill: style.stroke, stroke: style.stroke });
-  if (text) make(made, "title", {}, text);
+  make(svg, "path", { d: paths[shape % paths.length], transform: `translate(${x},${y})`, fill: style.stroke, stroke: style.stroke });
 }
 
 /* spec: title, remark, x and y: {label, format, ticks}, series: [{name, x, y, bands: [[low, high]]}] */

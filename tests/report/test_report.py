@@ -345,19 +345,21 @@ def test_a_name_cannot_end_the_block_of_data(tmp_path: Path) -> None:
 
 
 def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
-    keys = ["run.on_divergence=skip"]
-    some = make_run(tmp_path / "pfedla", rising(3, 6), keys, diverged=[1, 4])
+    some = make_run(tmp_path / "pfedla", rising(3, 6), ["run.on_divergence=skip"], diverged=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    expected = "Numbers of a client were nan or infinite 6 times (clients 1 and 4); the run left them out"
+    expected = "clients with nan or infinity, round by round, left out (clients 1 and 4)"
     for is_finished in (True, False):
         if not is_finished:
             (some / "clients.csv").unlink()
         assert load_run(some).diverged.tolist() == [0, 3, 0, 0, 3, 0]
         page = tmp_path / "page.html"
         runs = reported(page, some, none)["runs"]
-        assert [run["warnings"] for run in runs] == [[f"{expected} (run.on_divergence)."], []]
         assert [headline(run, "value")["Diverged"] for run in runs] == [6, None]
-        assert f'<p class="warning">{expected}' in page.read_text()
+        assert [headline(run, "remark")["Diverged"] for run in runs] == [expected, ""]
+        assert expected in page.read_text()
+    continued = make_run(tmp_path / "on", rising(3, 6), ["run.on_divergence=continue"], diverged=[4])
+    (run,) = reported(tmp_path / "page.html", continued)["runs"]
+    assert headline(run, "remark")["Diverged"].endswith("round by round, continued with (client 4)")
     # a page without such a run has no figure of it
     assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 
