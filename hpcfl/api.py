@@ -18,7 +18,7 @@ from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
 from hpcfl.config.key_errors import OF_PYTHON
-from hpcfl.config.keys import OWN_KEYS, Config, flatten
+from hpcfl.config.keys import Config, flatten
 from hpcfl.config.load import allow_named
 from hpcfl.config.own_code import add_class, allow_files, check_options, class_code, digest
 from hpcfl.data.arrays import arrays_of
@@ -52,8 +52,8 @@ def run(
     `hpcfl` has no handler. Of several threads' runs, each waits for the one before.
 
     Args:
-        settings: YAML files, `key=value` words and dictionaries of keys (nested, or as `train.rounds`), the
-            later over the earlier.
+        settings: YAML files, then `key=value` words and dictionaries of keys (nested, or as `train.rounds`),
+            the later over the earlier.
         method: a method's name, or a class of your own derived from `Method`.
         dataset: a torch Dataset, or any sequence of (image [C, H, W] or [H, W], label), in place of
             `data.source`; all ranks must give the same.
@@ -138,41 +138,36 @@ def _config(
     own_code: str | Path | Sequence[str | Path],
 ) -> Config:
     allow_files(own_code)
-    given = [_keys(setting) for setting in settings]
-    if method is not None:
-        given.append({"method.name": method if isinstance(method, str) else _add_method(method)})
-    if dataset is not None:
-        given.append({"data.source": _add_source(dataset)})
     tree: dict[str, Any] = {}
-    # a name drops the keys of another name before it, but not those that no name has come before
-    waiting: dict[str, Any] = {}
-    for keys in given:
-        if _named(keys) & _named(waiting):
-            tree, waiting = merge(tree, waiting), {}
-        waiting |= keys
-    return resolve(merge(tree, waiting))
+    keys: dict[str, Any] = {}
+    for setting in settings:
+        if isinstance(setting, Path) or (
+            isinstance(setting, str) and "=" not in setting and setting.endswith((".yaml", ".yml"))
+        ):
+            if keys:
+                raise UserError(f"{setting} comes after words or dictionaries; give YAML files before them")
+            tree = merge(tree, read_keys(Path(setting)))
+        else:
+            keys |= _keys(setting)
+    if method is not None:
+        keys["method.name"] = method if isinstance(method, str) else _add_method(method)
+    if dataset is not None:
+        keys["data.source"] = _add_source(dataset)
+    return resolve(merge(tree, keys))
 
 
 def _keys(setting: Setting) -> dict[str, Any]:
-    """Return the keys of a setting, flat."""
+    """Return the keys of a word or a dictionary, flat."""
     if isinstance(setting, Mapping):
         keys = flatten(setting)
         allow_named(keys)
         return keys | {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
     if isinstance(setting, str) and "=" in setting:
         return flatten(merge({}, [setting]))
-    if isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith((".yaml", ".yml"))):
-        return flatten(read_keys(Path(setting)))
     raise UserError(
         f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a dictionary "
         "of keys"
     )
-
-
-def _named(keys: Mapping[str, Any]) -> set[str]:
-    """Return the groups in which keys choose a method, a model, a partition or a source by name."""
-    names = (*OWN_KEYS, "data.source", *(f"{group}.name" for group in REGISTRIES.by_group))
-    return {key.rpartition(".")[0] for key in keys if key in names}
 
 
 def _add_method(method: type[Method]) -> str:

@@ -67,7 +67,9 @@ def classes_unnamed() -> Iterator[None]:
 
 
 def run(*settings: Any, **options: Any) -> Run:
-    found = hpcfl.run(*SMALL, *settings, quiet=True, **options)
+    files = [one for one in settings if isinstance(one, Path)]
+    keys = [one for one in settings if not isinstance(one, Path)]
+    found = hpcfl.run(*files, *SMALL, *keys, quiet=True, **options)
     assert found is not None
     return found
 
@@ -392,6 +394,7 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"settings": ["config.json"]}, "is not a setting; give a YAML file, a word"),
         ({"settings": [["train.rounds=3"]]}, "is not a setting; give a YAML file, a word"),
         ({"settings": [3]}, "is not a setting; give a YAML file, a word"),
+        ({"settings": ["mine.yaml"]}, "mine.yaml comes after words or dictionaries; give YAML files"),
     ],
 )
 def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -402,7 +405,7 @@ def test_mistakes_are_reported_with_one_line(options: dict[str, Any], expected: 
     assert not (tmp_path / "run").exists()
 
 
-def test_keys_of_no_named_method_are_refused(tmp_path: Path) -> None:
+def test_keys_of_another_method_are_refused_but_those_of_a_file(tmp_path: Path) -> None:
     for given in (
         [{"method.nu": 0.5}, {"method.name": "fedprox"}],
         [{"model": {"name": "mlp"}, "method": {"nu": 0.5}}, "method.name=fedprox"],
@@ -411,9 +414,11 @@ def test_keys_of_no_named_method_are_refused(tmp_path: Path) -> None:
             run(*given, out=tmp_path / "run")
     with pytest.raises(UserError, match=r"method\.nu=0\.5 is an unknown key"):
         run({"method.nu": 0.5}, method=Halved, out=tmp_path / "run")
-    # those of another method are left out
-    found = run({"method": {"name": "fedprox", "mu": 0.5}}, method="fedavg", out=tmp_path / "run")
-    assert found.config.method.name == "fedavg"
+    with pytest.raises(UserError, match=r"method\.mu=0\.5 is an unknown key"):
+        run({"method": {"name": "fedprox", "mu": 0.5}}, method="fedavg", out=tmp_path / "run")
+    file = tmp_path / "fedprox.yaml"
+    file.write_text("method: {name: fedprox, mu: 0.5}\n")
+    assert run(file, method="fedavg", out=tmp_path / "run").config.method.name == "fedavg"
 
 
 class Interrupted(FedAvg):
