@@ -122,17 +122,38 @@ def test_other_cells_are_run_only_after_a_fault(submit: Path, ends: list[str], c
     # one more start than there should be
     done = job(submit, "table.sbatch", [*ends, "99 another"])
     assert done.code == code, done.printed
-    assert done.starts == ["python -m hpcfl.main table WORD --part 1/1"] * len(ends)
+    assert done.starts == ["python -m hpcfl.main table WORD"] * len(ends)
     continuing = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
     assert (continuing in done.printed) == (len(ends) > 1)
 
 
-@pytest.mark.parametrize(("task", "last", "part"), [(4, 4, "4/4"), (1, 1, "1/1"), (2, 4, "2/4")])
-def test_a_task_of_an_array_runs_its_part(submit: Path, task: int, last: int, part: str) -> None:
-    env = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_MAX": str(last)}
+def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    known = {"ID": last, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("env", "part"),
+    [
+        (array(1, 4, 4), "4/4"),
+        (array(3, 3, 1), "1/1"),
+        (array(1, 7, 4, 2), "4/4"),
+        ({**array(2, 5, 2), "PARTS": "6"}, "5/6"),
+    ],
+)
+def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], part: str) -> None:
     done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
     assert done.code == FINISHED, done.printed
     assert done.starts == [f"python -m hpcfl.main table WORD --part {part}"]
+
+
+@pytest.mark.parametrize("env", [array(2, 5, 2), array(2, 7, 3)])
+def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> None:
+    done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
+    assert (done.code, done.starts) == (BAD_INPUT, [])
+    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which divides all that is left, or, " in done.printed
+    assert "PARTS=N" in done.printed
+    assert notes(submit) == []
 
 
 def test_a_job_is_requeued_although_the_controller_is_away_for_a_while(submit: Path) -> None:
