@@ -175,13 +175,20 @@ def _divided(pixels: np.ndarray) -> np.ndarray:
 def _lists_as_arrays(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn a writer's lists into arrays while the file is parsed: a Python number takes 32 bytes."""
     for key in ("x", "y"):
-        if isinstance(fields.get(key), list):
+        if isinstance(fields.get(key), list) and _holds_numbers(fields[key]):
             # other lists stay lists; the error comes later, where the writer is known
             with contextlib.suppress(ValueError, OverflowError), np.errstate(over="ignore"):
                 numbers = np.asarray(fields[key])
-                if _is_number(numbers):
-                    fields[key] = numbers.astype(np.float32) if key == "x" else numbers
+                fields[key] = numbers.astype(np.float32) if key == "x" and _is_number(numbers) else numbers
     return fields
+
+
+def _holds_numbers(values: list[Any]) -> bool:
+    """Whether a list contains numbers, or lists of numbers; an array of texts would need too much memory."""
+    kinds = set(map(type, values))
+    if kinds == {list}:
+        kinds = set().union(*(map(type, row) for row in values))
+    return kinds <= {int, float}
 
 
 def _is_number(array: np.ndarray) -> bool:
