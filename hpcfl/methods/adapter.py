@@ -181,7 +181,7 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        sent = {} if up.sent is None or not len(cohort) else self._averages_as_sent(server, up.sent)
+        sent = self._averages_as_sent(server, up.sent) if up.sent is not None and len(cohort) else {}
         before, unnoised = self._optimiser.before(server, sent), self._private.before(server, up)
         averaged: State = {}
         if len(cohort):
@@ -200,8 +200,11 @@ class MethodAdapter:
 
     def _averages_as_sent(self, server: State, sent: Message) -> State:
         """Return averaged tensors as clients received them; not those in whose place others were sent."""
+        if not self._optimiser.names:
+            return {}
         before, after = self.method.averages_in(self._down), self.method.averages_in(sent)
-        return {name: after[name] for name in after if torch.equal(before[name], server[name])}
+        held = [name for name in after if name in server]
+        return {name: after[name] for name in held if torch.equal(before[name], server[name])}
 
     def _writing(self, hook: str, server: State, cohort: Cohort, *more: object) -> None:
         """Call a hook that writes into the server's state."""
