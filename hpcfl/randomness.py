@@ -61,6 +61,13 @@ def seeded_generators(seed: int, purpose: str, round: int = 0, client: int = 0) 
         random.setstate(python_state)
 
 
+def generator_states() -> tuple[bytes, bytes, object]:
+    """Return where the own generators of torch (on the CPU), NumPy and Python are, to compare."""
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    numpy_bytes = of_numpy["key"].tobytes() + of_numpy["pos"].to_bytes(2, "little")
+    return torch.get_rng_state().numpy().tobytes(), numpy_bytes, random.getstate()
+
+
 def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
     """Return a fresh NumPy generator (PCG64) for one stream."""
     return np.random.Generator(np.random.PCG64(stream_seed(seed, purpose, round, client)))

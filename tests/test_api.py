@@ -6,7 +6,6 @@ import importlib
 import linecache
 import logging
 import os
-import random
 import signal
 import sys
 import warnings
@@ -35,6 +34,7 @@ from hpcfl.main import main
 from hpcfl.methods.base import Method, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.fedbn import FedBN
+from hpcfl.randomness import generator_states
 from hpcfl.results.run import Run, load_run
 from hpcfl.training.client_group import ClientGroup
 
@@ -108,11 +108,6 @@ def defined_by(text: str) -> type[Method]:
     exec(compile(text, file, "exec"), found)
     kind: type[Method] = found["Scaled"]
     return kind
-
-
-def generator_states() -> tuple[bytes, str, object]:
-    """Return where the own generators of torch (on the CPU), NumPy and Python are, to compare."""
-    return torch.get_rng_state().numpy().tobytes(), str(np.random.get_state()), random.getstate()
 
 
 def test_what_is_set_in_torch_changes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

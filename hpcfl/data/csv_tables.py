@@ -198,10 +198,12 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
         return frame
     shown = ", ".join(f"{name} {count}" for name, count in counts.head(MAX_NAMES).items())
     more = f", and {len(counts) - MAX_NAMES} more columns" if len(counts) > MAX_NAMES else ""
-    raise UserError(
-        f"{where}: of {len(frame)} rows some have no value ({shown}{more}); data.missing=drop leaves out "
-        "such rows, data.missing=mean takes the means of features that are numbers"
-    )
+    allowed = "data.missing=drop leaves out such rows"
+    if data.missing == "mean":
+        allowed += ", and data.missing=mean is for features that are numbers"
+    else:
+        allowed += ", data.missing=mean takes the means of features that are numbers"
+    raise UserError(f"{where}: of {len(frame)} rows some have no value ({shown}{more}); {allowed}")
 
 
 def _is_number(kind: Any) -> bool:

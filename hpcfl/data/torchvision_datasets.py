@@ -53,8 +53,10 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
         _check_labels(parts, num_classes)
     # a damaged file may raise anything
     except Exception as error:
+        # torchvision's own advice names an argument that hpcfl does not have
+        reason = one_line(error).partition(" You can use download=True")[0]
         raise UserError(
-            f"{name} in '{folder}' is damaged or incomplete ({one_line(error)}): delete that folder, then "
+            f"{name} in '{folder}' is damaged or incomplete ({reason}): delete that folder, then "
             f"fetch it again where there is a network with: {command}"
         ) from error
     return x.transpose(0, 3, 1, 2), y

@@ -33,7 +33,7 @@ from hpcfl.methods.hook_results import (
 )
 from hpcfl.parameters import ParameterLayout
 from hpcfl.privacy import PrivateUploads
-from hpcfl.randomness import seeded_generators, seeded_hook
+from hpcfl.randomness import generator_states, seeded_generators, seeded_hook
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -62,7 +62,7 @@ class MethodAdapter:
             and type(method).model_after_training is Method.model_after_training
         )
         self._down = Message()
-        """The server's messages of the round, before a codec."""
+        """What the server's messages of the round have for all clients, before a codec."""
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
         context = method.context
         self._private = PrivateUploads(
@@ -108,12 +108,18 @@ class MethodAdapter:
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
-        hook, state = self._hook("client_state"), self.method.client_state(clients)
+        hook, before = self._hook("client_state"), generator_states()
+        state = self.method.client_state(clients)
+        if generator_states() != before:
+            raise TypeError(
+                f"{hook} drew from torch's, NumPy's or Python's own generator, whose numbers would depend on "
+                "ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
+            )
         check_rows(hook, state, len(clients))
         check_state(hook, state)
         if BUFFERS in state:
             raise ValueError(f"{hook} returned {BUFFERS!r}, which train.buffers=local keeps; rename it")
-        if clients:
+        if len(clients) > 1:
             check_same_alone(hook, clients[-1], state, self.method.client_state(clients[-1:]))
         # memory of its own for each tensor, for any number of clients: hooks may change it in place
         state = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in state.items()}
@@ -121,8 +127,9 @@ class MethodAdapter:
 
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
-        self._down = self._sent("download", server, cohort)
-        return self._down
+        message = self._sent("download", server, cohort)
+        self._down = Message(shared=message.shared)
+        return message
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort for an evaluation."""
@@ -156,7 +163,7 @@ class MethodAdapter:
         with self._state_of_kind("server_response", server):
             response = self._seeded("server_response", server, cohort, requests)
         message = self._message("server_response", response, len(cohort))
-        self._down |= message
+        self._down |= Message(shared=message.shared)
         return message
 
     def train(self, clients: ClientGroup, down: Message) -> Message:

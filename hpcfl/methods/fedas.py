@@ -122,16 +122,17 @@ def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
     The network must be in evaluation mode: in training mode, BatchNorm lets samples depend on each other.
     """
-    if any(isinstance(module, nn.RNNBase) for module in network.modules()):
-        # vmap has no rule for these
-        return torch.stack([_squared_gradient(network, *sample) for sample in zip(x, y, strict=True)])
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
 
     def loss(weights: Tensors, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(functional_call(network, weights, x.unsqueeze(0)), y.unsqueeze(0))
 
     at_once = max(1, NUMBERS_AT_ONCE // sum(weight.numel() for weight in weights.values()))
-    return vmap(lambda *sample: _squared(grad(loss)(weights, *sample).values()), chunk_size=at_once)(x, y)
+    try:
+        return vmap(lambda *sample: _squared(grad(loss)(weights, *sample).values()), chunk_size=at_once)(x, y)
+    except RuntimeError:
+        # vmap has no rule for an LSTM, nor for a network of one's own that looks at its numbers
+        return torch.stack([_squared_gradient(network, *sample) for sample in zip(x, y, strict=True)])
 
 
 @torch.enable_grad()

@@ -132,10 +132,9 @@ def check_same_alone(hook: str, client: int, rows: Tensors, alone: Tensors) -> N
         same = name in last and name in own and last[name].dtype == own[name].dtype
         if not same or last[name].shape != own[name].shape or last[name].tobytes() != own[name].tobytes():
             raise ValueError(
-                f"{hook} returned another {name!r} for client {client} when it was called again, for this "
-                "client alone; a client's state may depend on its id only, even in the last bits: each rank "
-                "calls the hook for its own clients. Draw random numbers from hpcfl.randomness.torch_stream("
-                "seed, purpose, 0, client)"
+                f"{hook} returned another {name!r} for client {client} alone than for it among others; a "
+                "client's state may depend on its id only, even in the last bits: each rank calls the hook "
+                "for its own clients"
             )
 
 

@@ -173,10 +173,10 @@ def _headline(run: Run, clients: Columns, clients_round: int, steps: float) -> l
     found = _accuracies(run, clients.get("accuracy", np.empty(0)), clients_round)
     found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
     if diverged := last.get("diverged"):
-        what = "continued with" if run.config.run.on_divergence == "continue" else "left out"
-        remark = f"clients with nan or infinity, round by round, {what}"
-        if run.diverged.any():
-            remark += f" ({named(np.flatnonzero(run.diverged).tolist())})"
+        clients_here = np.flatnonzero(run.diverged).tolist()
+        of_clients = f" ({named(clients_here)})" if clients_here else ""
+        what = "continued with them" if run.config.run.on_divergence == "continue" else "left them out"
+        remark = f"clients with nan or infinity, round by round{of_clients}; the run {what}"
         found.append(_figure("Diverged", f"{diverged:.0f}", diverged, remark))
     if LOST in last:
         lost = last[LOST]

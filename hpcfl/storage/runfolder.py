@@ -304,7 +304,7 @@ class RunFolder:
             if self._lock is not None and (lost := self._lock.lost()):
                 raise StorageError(
                     f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the same command "
-                    "to resume, with --out DIR if the folder was moved"
+                    "to resume (with --out DIR, if the folder has another path now)"
                 )
 
     def last_good(self) -> str:
@@ -418,7 +418,9 @@ def _check_links(path: Path) -> None:
     """Raise UserError if an entry is a link, a pipe or a device: writing would change something else."""
     with os.scandir(path) as entries:
         for entry in entries:
-            if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            is_known = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+            # a run that still writes here may have renamed it
+            if not is_known and os.path.lexists(entry.path):
                 raise UserError(
                     f"{entry.path} is a link, a pipe or a device, which no run makes, and would be written "
                     "to; remove it, or name another folder with --out DIR"

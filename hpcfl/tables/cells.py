@@ -246,8 +246,8 @@ class Table:
                 key, value = swept.get(column, ("", None))
                 if (other := flatten(tree).get(key, value)) != value:
                     raise UserError(
-                        f"{key}={other}, and the column's label says {value}; leave it out, or name the "
-                        "column in the row's `without`"
+                        f"{key}={other}, and the column's label says {value}; leave it out of "
+                        "settings, columns and rows, or name the column in the row's `without`"
                     )
                 config = self._config(tree, given, seed, rounds)
             except UserError as error:

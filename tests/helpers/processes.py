@@ -209,18 +209,27 @@ def run_ranks(
 
 
 def run_in_one_world(
-    mpirun_command: list[str], ranks: int, runs: Mapping[Path, Sequence[str]], blocks: Sequence[int] = ()
+    mpirun_command: list[str],
+    ranks: int,
+    runs: Mapping[Path, Sequence[str]],
+    blocks: Sequence[int] = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    code: int = 0,
 ) -> None:
-    """Run settings, by run folder, one after the other on `ranks` ranks; `blocks` as in world_commands.py."""
+    """Run settings, by run folder, one after the other on `ranks` ranks; `blocks` as in world_commands.py.
+
+    All must end with the exit code `code`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "commands.json")
         words = [["--quiet", "--out", str(run), *settings] for run, settings in runs.items()]
         file.write_text(json.dumps(words))
         program = (HELPERS / "world_commands.py", file, *map(str, blocks))
-        run_ranks(mpirun_command, ranks, *program, timeout=WORLD_S, cwd=Path(folder))
+        run_ranks(mpirun_command, ranks, *program, timeout=WORLD_S, cwd=Path(folder), env=env)
         codes = json.loads(Path(folder, "codes0.json").read_text())
-    failed = [str(run) for run, code in zip(runs, codes, strict=True) if code]
-    assert not failed, f"{len(failed)} of {len(runs)} runs failed: {failed}"
+    failed = [str(run) for run, found in zip(runs, codes, strict=True) if found != code]
+    assert not failed, f"{len(failed)} of {len(runs)} runs did not end with {code}: {failed}"
 
 
 def _forked_rank(words: Sequence[str], place: socket.socket) -> int:

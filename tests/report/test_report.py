@@ -347,7 +347,7 @@ def test_a_name_cannot_end_the_block_of_data(tmp_path: Path) -> None:
 def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     some = make_run(tmp_path / "pfedla", rising(3, 6), ["run.on_divergence=skip"], diverged=[1, 4])
     none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
-    expected = "clients with nan or infinity, round by round, left out (clients 1 and 4)"
+    expected = "clients with nan or infinity, round by round (clients 1 and 4); the run left them out"
     for is_finished in (True, False):
         if not is_finished:
             (some / "clients.csv").unlink()
@@ -359,7 +359,9 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
         assert expected in page.read_text()
     continued = make_run(tmp_path / "on", rising(3, 6), ["run.on_divergence=continue"], diverged=[4])
     (run,) = reported(tmp_path / "page.html", continued)["runs"]
-    assert headline(run, "remark")["Diverged"].endswith("round by round, continued with (client 4)")
+    assert headline(run, "remark")["Diverged"].endswith(
+        "round by round (client 4); the run continued with them"
+    )
     # a page without such a run has no figure of it
     assert "Diverged" not in str(reported(tmp_path / "none.html", none))
 

@@ -1,11 +1,12 @@
 """The same bits for any number of ranks, any size of block, any schedule of evaluations, and with a stop.
 
-Runs on one rank are stopped after their first round and resumed; those on more ranks are not.
+Runs on two and three ranks are stopped after their first round and resumed; those on one rank are not.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,10 @@ from bits import (
     MEETS_ALL_SOON,
     contents,
     differing,
+    kept_runs,
     losses_of,
     method_settings,
     run_here,
-    run_until_time_is_up,
     saved_models,
     tiny_settings,
 )
@@ -32,7 +33,7 @@ from processes import run_in_one_world
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.errors import FINISHED, STOPPED
+from hpcfl.errors import STOPPED
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import build, load_data, make_method
@@ -129,17 +130,8 @@ def settings(digits: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function from a case to its folder, run on one rank without mpirun, with a stop."""
-    base = tmp_path_factory.mktemp("serial")
-
-    @cache
-    def folder(case: str) -> Path:
-        keys = [*settings, *SERIAL_CASES[case]]
-        assert run_until_time_is_up(base / case, keys) == STOPPED
-        assert run_here(base / case, keys) == FINISHED
-        return base / case
-
-    return folder
+    """Return a function from a case to its folder, run on one rank without mpirun."""
+    return kept_runs(tmp_path_factory.mktemp("serial"), lambda case: [*settings, *SERIAL_CASES[case]])
 
 
 MODELS_IN_A_MESSAGE = {"fedem": 2, "fedfomo": 3, "pfedmb": 2}
@@ -161,7 +153,10 @@ def with_small_blocks(cases: dict[str, list[str]], settings: list[str]) -> dict[
 def parallel(
     settings: list[str], tmp_path_factory: pytest.TempPathFactory, mpirun_command: list[str]
 ) -> Callable[[int], Path]:
-    """Return a function from a number of ranks to the folder of all its cases, run in one world."""
+    """Return a function from a number of ranks to the folder of all its cases, run in one world.
+
+    But for OTHER_RANKS, a world stops each of them after its first round, and another one resumes it.
+    """
 
     @cache
     def base(ranks: int) -> Path:
@@ -173,6 +168,9 @@ def parallel(
         # the ranks are copies of this process, and each would need a second and more for this
         import torch._dynamo  # noqa: F401
 
+        if ranks not in OTHER_RANKS:
+            is_over = {"SLURM_JOB_END_TIME": str(int(time.time()))}
+            run_in_one_world(mpirun_command, ranks, runs, env=is_over, code=STOPPED)
         run_in_one_world(mpirun_command, ranks, runs)
         return folder
 

@@ -109,7 +109,7 @@ def of_training(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["fedala", "fedavg", "fedmn", "heurpfedla", "ifca", "pfedhn"])
+@pytest.mark.parametrize("case", by_hooks())
 def test_training_equals_that_without_unseen_clients(
     serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

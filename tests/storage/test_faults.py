@@ -42,7 +42,7 @@ FREE = "free space on the disk (see df -h and your quota)"
 FOREIGN = "pid 7 on another-node, job 12345"
 LOCK = f"{FOREIGN}\n"
 AGAIN = "rerun the same command to resume"
-IF_MOVED = ", with --out DIR if the folder was moved"
+IF_MOVED = " (with --out DIR, if the folder has another path now)"
 LOST = "was moved or deleted, or lost its .lock, while this run wrote it"
 CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
 
