@@ -141,19 +141,24 @@ def _config(
     tree: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     for setting in settings:
-        if isinstance(setting, Path) or (
-            isinstance(setting, str) and "=" not in setting and setting.endswith((".yaml", ".yml"))
-        ):
-            if keys:
-                raise UserError(f"{setting} comes after words or dictionaries; give YAML files before them")
-            tree = merge(tree, read_keys(Path(setting)))
-        else:
+        if (file := _file(setting)) is None:
             keys |= _keys(setting)
+        elif keys:
+            raise UserError(f"{setting} comes after words or dictionaries; give YAML files before them")
+        else:
+            tree = merge(tree, read_keys(file))
     if method is not None:
         keys["method.name"] = method if isinstance(method, str) else _add_method(method)
     if dataset is not None:
         keys["data.source"] = _add_source(dataset)
     return resolve(merge(tree, keys))
+
+
+def _file(setting: Setting) -> Path | None:
+    """Return the YAML file that a setting names; None for a word, a dictionary and anything else."""
+    if isinstance(setting, str) and "=" not in setting and setting.endswith((".yaml", ".yml")):
+        return Path(setting)
+    return setting if isinstance(setting, Path) else None
 
 
 def _keys(setting: Setting) -> dict[str, Any]:

@@ -185,10 +185,16 @@ def kept_runs(base: Path, settings_of: Callable[[Any], Sequence[str]]) -> Callab
     return folder
 
 
+def time_is_up() -> dict[str, str]:
+    """Return the environment of a SLURM job whose time is up: a run stops after one more round."""
+    return {"SLURM_JOB_END_TIME": str(int(time.time()))}
+
+
 def run_until_time_is_up(folder: Path, settings: Sequence[str]) -> int:
-    """Run one more round, since SLURM's time is up by then, and return the exit code."""
+    """Run one more round, and return the exit code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        for name, end in time_is_up().items():
+            patch.setenv(name, end)
         return run_here(folder, settings)
 
 

@@ -240,6 +240,16 @@ def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.autograd.grad(loss(run, leaf, x, y), leaf)[0]
 
 
+def squares_by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the squared norm of the gradient of log p(y | x) [n], one backward pass a sample."""
+    squares = []
+    for number in range(len(y)):
+        loss = cross_entropy(network(x[number : number + 1]), y[number : number + 1])
+        slopes = torch.autograd.grad(loss, list(network.parameters()))
+        squares.append(torch.stack([slope.square().sum() for slope in slopes]).sum())
+    return torch.stack(squares)
+
+
 def discriminant_head(mu: Tensor, sigma: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights and biases of linear discriminant analysis for a client with labels y [n]."""
     classes, size = mu.shape

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from by_hand import squares_by_hand
 from harness import make_network
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import linear
 
 from hpcfl.methods import fedas
 from hpcfl.methods.fedas import squared_gradients
@@ -21,15 +22,6 @@ class Step(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.forward = function
-
-
-def by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    squares = []
-    for number in range(len(y)):
-        loss = cross_entropy(network(x[number : number + 1]), y[number : number + 1])
-        slopes = torch.autograd.grad(loss, list(network.parameters()))
-        squares.append(sum(slope.square().sum() for slope in slopes))
-    return torch.stack(squares)  # type: ignore[arg-type]
 
 
 def spectral() -> nn.Module:
@@ -80,7 +72,9 @@ def sampled(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_squared_gradients_equal_those_of_single_samples(name: str) -> None:
     network, x, y = sampled(name)
-    torch.testing.assert_close(squared_gradients(network, x, y), by_hand(network, x, y), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        squared_gradients(network, x, y), squares_by_hand(network, x, y), rtol=1e-12, atol=0
+    )
 
 
 def test_samples_may_be_given_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

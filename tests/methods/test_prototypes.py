@@ -21,6 +21,7 @@ from by_hand import (
     mean_by_samples,
     models_of,
     network_with,
+    squares_by_hand,
     train_by_torch,
 )
 from harness import Run, random
@@ -477,13 +478,9 @@ def test_rounds_of_fedpac_equal_a_plain_implementation(keys: tuple[str, ...]) ->
 
 
 def information_by_hand(network: Network, x: Tensor, y: Tensor) -> Tensor:
-    """Return the sum over samples of the squared gradient of log p(y | x), one backward pass a sample."""
+    """Return the sum over samples of the squared gradient of log p(y | x)."""
     network.eval()
-    total = torch.zeros(())
-    for image, label in zip(x, y, strict=True):
-        network.zero_grad()
-        network(image.unsqueeze(0)).log_softmax(dim=1)[0, label].backward()
-        total += sum(p.grad.square().sum() for p in network.parameters())
+    total = squares_by_hand(network, x, y).sum()
     network.train()
     return total
 

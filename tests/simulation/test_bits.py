@@ -6,7 +6,6 @@ Runs on two and three ranks are stopped after their first round and resumed; tho
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from bits import (
     method_settings,
     run_here,
     saved_models,
+    time_is_up,
     tiny_settings,
 )
 from processes import run_in_one_world
@@ -169,8 +169,7 @@ def parallel(
         import torch._dynamo  # noqa: F401
 
         if ranks not in OTHER_RANKS:
-            is_over = {"SLURM_JOB_END_TIME": str(int(time.time()))}
-            run_in_one_world(mpirun_command, ranks, runs, env=is_over, code=STOPPED)
+            run_in_one_world(mpirun_command, ranks, runs, env=time_is_up(), code=STOPPED)
         run_in_one_world(mpirun_command, ranks, runs)
         return folder
 

@@ -70,18 +70,16 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
     settings: dict[str, Any] = {group: dict(keys) for group, keys in SMALL.items()}
     for group, keys in SMALLER.get(path.stem.partition("_")[0], {}).items():
         settings[group] = settings.get(group, {}) | keys
-    columns = []
-    for cell in (cell for cell in table.firsts() if cell.column in table.columns[:1]):
-        grey = "mnist" in cell.config.data.source
-        file = images["grey" if grey else "colour"]
-        data = {"source": "npz", "path": str(file), "normalise": "none"}
-        columns.append({"label": cell.column, "data": data})
+    column = table.columns[0]
+    source = next(cell.config.data.source for cell in table.firsts() if cell.column == column)
+    file = images["grey" if "mnist" in source else "colour"]
+    data = {"source": "npz", "path": str(file), "normalise": "none"}
     tree: dict[str, Any] = {"extends": str(path), "seeds": [0], "settings": settings}
     tree["rows"] = table.labels[:2]
-    if table.columns == [""]:
-        settings["data"] |= columns[0]["data"]
+    if column:
+        tree["columns"] = [{"label": column, "data": data}]
     else:
-        tree["columns"] = list({column["label"]: column for column in columns}.values())
+        settings["data"] |= data
     tiny = folder / path.name
     tiny.write_text(yaml.safe_dump(tree))
     return tiny

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from bits import differing, read_csv, refused, run_here, tiny_settings
+from bits import differing, read_csv, refused, run_here, time_is_up, tiny_settings
 from processes import REPOSITORY, Mpirun, files_up_to, forked
 
 from hpcfl import errors
@@ -541,7 +540,8 @@ def test_a_cell_whose_run_died_is_run_last_and_an_interrupted_one_next(
 def test_a_table_stopped_after_any_round_is_resumed(
     two: Two, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    for name, end in time_is_up().items():
+        monkeypatch.setenv(name, end)
     codes = [table(tmp_path, *two.words, "--seeds", "0") for _ in range(ROUNDS * 2)]
     assert codes == [STOPPED] * (ROUNDS * 2 - 1) + [FINISHED]
     assert list(figures(tmp_path)[0])[-1] == "accuracy_seed_0"
@@ -704,7 +704,7 @@ def test_ranks_stop_resume_and_make_the_same_table(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     command = ["-m", "hpcfl.main", "table", *words, "--out", str(tmp_path / "out")]
-    stopped = mpirun(3, *command, check=False, env={"SLURM_JOB_END_TIME": str(int(time.time()))})
+    stopped = mpirun(3, *command, check=False, env=time_is_up())
     assert stopped.returncode == STOPPED
     assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 3 hpcfl table ")
     done = mpirun(3, *command)
