@@ -162,7 +162,7 @@ class Reference:
 @pytest.mark.parametrize(
     "keys",
     [
-        (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "method.coefficient_pull=0"),
+        (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "method.coefficient_pull=1"),
         ("model.batchnorm=true", "method.temperature=2", "method.transfer=0.5"),
         ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2", "train.lr_decay=0.6"),
         ("method.mixing=false", "model.batchnorm=true", "train.participation=0.5", "method.head_epochs=0"),
