@@ -15,8 +15,8 @@ Choices the paper leaves open:
                them for `train.local_epochs` before the next
   coefficient  a_i multiplies the local extractor; d CE / d a = <d CE / d phi_p, phi_i - phi_g,i> takes a
                gradient of its own; a_i is clipped to [0, 1] after each step and kept from round to round
-  its step     h_i is fitted to phi_i, and phi_g,i to another head, so CE falls as a_i grows, and a_i goes to 1,
-               which is local training: with a step of 0.01 within 80 rounds of our runs (0.98), with the
+  its step     h_i is fitted to phi_i, and phi_g,i to another head, so CE falls as a_i grows, and a_i goes to
+               1, which is local training: with a step of 0.01 within 80 rounds of our runs (0.98), with the
                default slowly (0.87 after 200). Learning a_i on held-out samples does not prevent it.
                `method.coefficient_pull`, which eq. 6 does not have, does: the loss of a_i gets the term
                rho/2 (a_i - a)^2 with the first value a, and a_i settles at a - (d CE / d a) / rho. On
