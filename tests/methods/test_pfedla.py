@@ -99,10 +99,63 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
     assert all(tensor.isfinite().all() for tensor in run.server.values())
 
 
-# Heads of low rank
-
-
 LOW_RANK = ("method.heads=low_rank", "method.rank=3")
+
+
+# The step knows the number of clients
+
+
+def of_clients_that_are_there_twice(once: Run, keys: Sequence[str]) -> Run:
+    """Return a federation whose clients c and c + N have what client c has in `once`."""
+    twice = Run("data.clients=8", "train.rounds=1", *keys)
+    for name, rows in once.adapter.initial_server().items():
+        start = rows.repeat(2, *[1] * (rows.dim() - 1))
+        if name == "common/codes":
+            start = rows.repeat(1, 1, 2, 1)
+        elif name in ("hypernetworks/heads.weight", HEADS_BIAS) and not keys:
+            # an output a client
+            start = start.repeat(1, 1, 2, *[1] * (rows.dim() - 3))
+        twice.server[name] = start
+    return twice
+
+
+@pytest.mark.usefixtures("double")
+def test_a_pair_of_clients_gets_the_weight_that_one_had() -> None:
+    once = Run("train.rounds=1")
+    twice = of_clients_that_are_there_twice(once, ())
+    towards = 0.1 * random(4, once.method.layout.size)
+    server, doubled = once.adapter.initial_server(), twice.server
+    for _ in range(6):
+        sent = once.adapter.download(server, cohort_of(once.method, range(4)))
+        trained = sent.per_client["theta"] + towards
+        aggregate(once.method, server, range(4), trained)
+        aggregate(twice.method, doubled, range(8), trained.repeat(2, 1))
+    alpha = once.method.alpha(server, range(4))
+    pairs = twice.method.alpha(doubled, range(8)).unflatten(2, (2, 4)).sum(dim=2)
+    torch.testing.assert_close(pairs, alpha.repeat(2, 1, 1), rtol=1e-6, atol=1e-9)
+    assert alpha.max() > 0.3
+
+
+@pytest.mark.usefixtures("double")
+def test_outputs_of_low_rank_move_as_far_with_clients_that_are_there_twice() -> None:
+    """A client's own output has no twin, so only the others are compared, after one step."""
+    once = Run("train.rounds=1", *LOW_RANK)
+    twice = of_clients_that_are_there_twice(once, LOW_RANK)
+    moved = []
+    for run, times in ((once, 1), (twice, 2)):
+        server = run.adapter.initial_server() if times == 1 else run.server
+        server["theta"] = random(4, server["theta"].shape[1]).repeat(times, 1)
+        for seed in (1, 2):
+            apart = 0.1 * random(4, server["theta"].shape[1], seed=seed)
+            trained = server["theta"][:4].mean(dim=0) + apart
+            aggregate(run.method, server, range(4 * times), trained.repeat(times, 1))
+        rows = hypernetworks(server) | {"codes": server["common/codes"]}
+        moved.append(run.method.hypernetworks.outputs(rows, range(4 * times))[:4, :, :4])
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-6, atol=1e-9)
+    assert moved[0].abs().median() > 1e-5
+
+
+# Heads of low rank
 
 
 @pytest.mark.parametrize("weights", ["softmax", "relu"])
