@@ -354,8 +354,14 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
 
 
 def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
-    """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds."""
+    """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds.
+
+    It is weighted by samples where the table shows that first, as the paper's is.
+    """
     table = results.table
+    kinds = [name for name in table.show if name in ("weighted", "accuracy")]
+    is_weighted = kinds[:1] == ["weighted"]
+    name = "accuracy_weighted" if is_weighted else "accuracy_mean"
     columns = [name for name in table.columns if any(name in row.published for row in table.rows)]
     same = [results, *(other for other in smaller if other.table.source == table.source)]
     rows = []
@@ -368,15 +374,15 @@ def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) ->
             line = next((line for other in same if (line := other.line(row.label, column))), None)
             ours = "not run"
             if line is not None:
-                spread = line["accuracy_std_over_seeds"]
-                ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
+                spread = line[f"{name.removesuffix('_mean')}_std_over_seeds"]
+                ours = percent(float(line[name]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
                 ours += f", {seeds}, {results.rounds(line)} rounds"
             published = row.published.get(column)
             cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)
     names = ["accuracy, %" if column == ONLY else column for column in columns]
-    caption = f"{table.title}: ours, in brackets the paper's"
+    caption = f"{table.title}: ours{', weighted by samples' * is_weighted}, in brackets the paper's"
     return Grid(caption, ["method", *names], rows if columns else [])
 
 

@@ -305,6 +305,30 @@ def test_settings_that_the_comments_name_are_possible() -> None:
             assert flatten(load(name, setting).tree())[key] == yaml.safe_load(value), name
 
 
+PRINTED = {
+    "fedafk": {"coefficient_pull": 0},
+    "fedmn": {"aggregation": "sum", "router_norm": "joint"},
+    "heurpfedla": {"optimiser": "sgd"},
+    "pfedla": {"optimiser": "sgd"},
+    "pfedmb": {"step": "branch"},
+}
+"""Options of a method that make it follow its paper where ours may differ."""
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "claims").glob("*.yaml")), ids=lambda path: path.stem)
+def test_rows_of_the_paper_s_rule_have_it_and_those_of_ours_differ(path: Path) -> None:
+    claims = yaml.safe_load(path.read_text())["claims"]
+    assert "printed" in {claim["rule"] for claim in claims}
+    for claim in claims:
+        for runs in claim["runs"]:
+            of_row = [cell for cell in table_of(runs["table"]).cells if cell.label == runs["row"]]
+            for cell in of_row:
+                method = cell.config.method
+                options = {key: getattr(method.options, key) for key in PRINTED.get(method.name, {})}
+                follows = options == PRINTED.get(method.name, {})
+                assert follows == (claim["rule"] == "printed"), (claim["sentence"], cell.place)
+
+
 CHANGED = {"baselines": {"per_fedavg", "fedafk"}} | {
     f"pfedla_{table}_small_{data}": {"Per-FedAvg", "FedRep"}
     for table in ("table1", "table2")
