@@ -215,7 +215,7 @@ def _add_source(dataset: Any) -> str:
         # a fraction is no label
         y = np.array([index(label) for _, label in pairs])
     except TypeError as error:
-        raise UserError("dataset: a label is no integer; give labels as integers from 0 on") from error
+        raise UserError("dataset: a label is not an integer; give labels as integers from 0 on") from error
     arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
     kind = f"{arrays.x.dtype} {arrays.x.shape}".encode()
     name = f"{OF_PYTHON}{digest(kind + arrays.x.tobytes() + arrays.y.tobytes())[:8]}"

@@ -73,8 +73,8 @@ def _row(ratio: Ratio) -> list[str]:
 
 
 def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
-    """Write ratios with what they were measured on; UserError where that is not possible, StorageError
-    without room."""
+    """Write ratios with what they were measured on; UserError where that fails, StorageError without
+    room."""
     shown = ("name", "value", "goal", "holds", "parts", "detail")
     found = {
         "hpcfl": __version__,

@@ -51,7 +51,7 @@ def check_same_settings(world: Communicator, config: Config) -> None:
                 continue
             if key in digests:
                 raise UserError(
-                    f"{' or '.join(config.own_code)} has not the same text on all ranks; copy the file to "
+                    f"{' or '.join(config.own_code)} differs between ranks; copy the file to "
                     "every node, or put it on a file system that all share"
                 )
             raise UserError(

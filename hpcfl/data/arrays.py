@@ -121,7 +121,7 @@ def _as_array(value: Any, where: str, name: str) -> np.ndarray:
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{where}: {name} is no array of numbers: {one_line(error)}") from error
+        raise UserError(f"{where}: {name} is not an array of numbers: {one_line(error)}") from error
 
 
 def pool_of(

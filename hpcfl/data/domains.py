@@ -107,7 +107,7 @@ def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[list[np.ndarray]
                 others.append(file)
     if others:
         LOG.warning(
-            f"data.path={folder}: files that are no images ({', '.join(ENDINGS)}) are left out: "
+            f"data.path={folder}: files that are not images ({', '.join(ENDINGS)}) are left out: "
             f"{len(others)}, such as {others[0].relative_to(folder)}"
         )
     if not images:

@@ -219,7 +219,7 @@ class MethodAdapter:
             returned = self._seeded(hook, server, cohort, *more)
         if returned is not None:
             raise TypeError(
-                f"{self._hook(hook)} returned a {type(returned).__name__}, which nobody reads; write into "
+                f"{self._hook(hook)} returned a {type(returned).__name__}, which is not used; write into "
                 "server, as in server['theta'] = ..."
             )
 

@@ -60,9 +60,9 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     if "client" in kind.privacy_units and hasattr(kind, "client_request"):
         raise TypeError(f"{kind.__name__}.privacy_units names client, and requests get no noise; remove it")
     if not isinstance(kind.traits, Traits):
-        raise TypeError(f"{kind.__name__}.traits is no Traits; write traits = FedAvg.traits.replace(...)")
+        raise TypeError(f"{kind.__name__}.traits is not a Traits; write traits = FedAvg.traits.replace(...)")
     if not isinstance(kind.diagnostics, tuple):
-        raise TypeError(f"{kind.__name__}.diagnostics is no tuple; write (Diagnostic(...),) with a comma")
+        raise TypeError(f"{kind.__name__}.diagnostics is not a tuple; write (Diagnostic(...),) with a comma")
     _check_traits(kind)
     of_rule, of_module = (
         next(owner for owner in kind.__mro__ if name in vars(owner)) for name in ("predict", "as_module")
@@ -94,7 +94,7 @@ def _check_traits(kind: type[Any]) -> None:
         ("server_defaults", traits.server_defaults, ServerConfig),
     ):
         if unknown := given.keys() - group.model_fields:
-            raise TypeError(f"{kind.__name__}.traits.{name} has {min(unknown)!r}, which is no such key")
+            raise TypeError(f"{kind.__name__}.traits.{name} has {min(unknown)!r}, which is not a key")
 
 
 def check_settings(method: str, traits: Traits, context: Context) -> None:

@@ -218,7 +218,7 @@ def check_probabilities(hook: str, found: Tensor, num_samples: int, num_classes:
         )
     if bool((found < -0.01).any() | ((found.sum(dim=1) - 1).abs() > 0.01).any()):
         raise ValueError(
-            f"{hook} returned rows that are no probabilities; expected: numbers from 0 on with sum 1, "
+            f"{hook} returned rows that are not probabilities; expected: numbers from 0 on with sum 1, "
             "such as logits.softmax(dim=1)"
         )
 

@@ -107,7 +107,7 @@ class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
-    part in training, and are scored apart. `is_private` and `has_patience`: `privacy.unit` and
+    part in training, and are scored separately. `is_private` and `has_patience`: `privacy.unit` and
     `train.patience` are set.
     """
 

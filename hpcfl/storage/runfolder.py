@@ -108,8 +108,7 @@ class RunFolder:
             why = "its results depend on that number" if is_more else "a run can only get more"
             what = f"a run with train.rounds={rounds}, and {why}; give the same number"
         return UserError(
-            f"{self.path} holds {what} to resume it, give --out DIR for another folder, or --fresh to "
-            "start over"
+            f"{self.path} holds {what} to resume it; --out DIR names another folder, and --fresh starts over"
         )
 
     def _other_texts(self, changed: Sequence[str]) -> list[str]:

@@ -139,7 +139,7 @@ class ResultFiles:
     """A table file and its result files."""
 
     def __init__(self, path: Path, place: str) -> None:
-        """Read the table file; UserError, which begins with `place`, where that is not possible."""
+        """Read the table file; UserError, which begins with `place`, where it cannot be read."""
         if not os.path.isfile(path):
             raise UserError(f"{place}: there is no table file {path}; name one that is there")
         self.table = Table(path)

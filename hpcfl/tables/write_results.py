@@ -182,7 +182,7 @@ def _write_files(
 ) -> None:
     """Write files by name, and delete those of the `old` names that these do not replace.
 
-    UserError where that is not possible, StorageError without room.
+    UserError where they cannot be written, StorageError without room.
     """
     with writing(f"the table in {folder}", advice):
         folder.mkdir(parents=True, exist_ok=True)

@@ -452,5 +452,5 @@ def test_arrays_may_be_lists_and_tensors() -> None:
     assert arrays.x.tolist() == x[[1, 0, 2]].tolist()
     assert (arrays.y.tolist(), arrays.names) == ([1, 0, 0], ("a", "b"))
     for wrong in ([[1.0, 2.0], [3.0]], x.requires_grad_()):
-        with pytest.raises(UserError, match="own: x is no array of numbers: "):
+        with pytest.raises(UserError, match="own: x is not an array of numbers: "):
             arrays_of(wrong, y, "own")

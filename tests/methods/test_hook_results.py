@@ -83,8 +83,8 @@ NOT_IN_NUMPY = torch.zeros(4, dtype=torch.bfloat16)
         ("train", Message(shared={"x": torch.zeros(3)}), "returned x as shared; return them per_client"),
         ("train", Message({}, {"x": torch.ones(1, 2, requires_grad=True)}), "'x' has a graph for gradients"),
         ("client_state", {"buffers": torch.zeros(4, 2)}, "'buffers', which train.buffers=local keeps"),
-        ("aggregate", {}, "aggregate returned a dict, which nobody reads; write into server, as in"),
-        ("end_round", {}, "end_round returned a dict, which nobody reads; write into server, as in"),
+        ("aggregate", {}, "aggregate returned a dict, which is not used; write into server, as in"),
+        ("end_round", {}, "end_round returned a dict, which is not used; write into server, as in"),
         ("eval_model", Message(), "eval_model returned nothing, and no theta; return the models to score"),
     ],
 )
@@ -471,7 +471,7 @@ def test_names_that_are_not_there_are_answered_with_those_that_are() -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda network, x: network(x), "returned rows that are no probabilities; .* logits.softmax"),
+        (lambda network, x: network(x), "returned rows that are not probabilities; .* logits.softmax"),
         (lambda network, x: network(x).argmax(dim=1), r"returned shape \[\d+\]; expected: probabilities \["),
         (lambda network, x: network(x).softmax(dim=1)[:, :-1], r"returned shape .*, 9\]; expected: .*, 10\]"),
     ],
@@ -593,8 +593,8 @@ ALPHA = Diagnostic("alpha", ("client",), "", "")
         (FedAvg, "traits", FedAvg.traits.replace(refuses={"lrr": "which"}), r"traits\.refuses has 'lrr'"),
         (FedAvg, "traits", FedAvg.traits.replace(train_defaults={"x": 1}), r"traits\.train_defaults has 'x'"),
         (FedAvg, "diagnostics", (ALPHA, ALPHA), "two diagnostics of one name: alpha, alpha"),
-        (FedAvg, "diagnostics", ALPHA, r"Mistaken\.diagnostics is no tuple; write \(Diagnostic"),
-        (FedAvg, "traits", {"eval_after": "training"}, r"Mistaken\.traits is no Traits; write traits = "),
+        (FedAvg, "diagnostics", ALPHA, r"Mistaken\.diagnostics is not a tuple; write \(Diagnostic"),
+        (FedAvg, "traits", {"eval_after": "training"}, r"Mistaken\.traits is not a Traits; write traits = "),
     ],
 )
 def test_a_class_with_contradictory_hooks_is_refused(
