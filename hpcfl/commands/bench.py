@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import nodes, runs, steps
+from hpcfl.benchmarks import runs, scaling, steps
 from hpcfl.benchmarks.ratios import Ratio, as_tables, write_json
 from hpcfl.commands.arguments import Parser, whole_number
 from hpcfl.communication.communicator import Communicator, run_collectively
@@ -82,6 +82,6 @@ PARTS: dict[str, Part] = {
     "engines": _on_server(lambda options: steps.engines(torch.device(options.device), options.repeats)),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
     "methods": lambda world, options: runs.methods(world, options.device),
-    "nodes": lambda world, options: nodes.scaling(world, max(3, options.repeats // 2)),
+    "nodes": lambda world, options: scaling.ratios(world, max(3, options.repeats // 2)),
 }
 """By name; each takes the ranks and the command's options. All are collective."""

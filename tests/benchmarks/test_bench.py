@@ -103,9 +103,9 @@ def test_every_method_is_compared_with_fedavg(monkeypatch: pytest.MonkeyPatch, t
 
 
 MEASURE = (
-    "from hpcfl.benchmarks import nodes, runs; from hpcfl.main import main; "
+    "from hpcfl.benchmarks import runs, scaling; from hpcfl.main import main; "
     "from hpcfl.planning import dry_run; dry_run.TRAINING_S = 0; runs.NUM_IMAGES = 600; "
-    "runs.ROUND_SAMPLES = 20; nodes.HIDDEN = 4; nodes.CLIENTS_A_WORKER = 2; "
+    "runs.ROUND_SAMPLES = 20; scaling.HIDDEN = 4; scaling.CLIENTS_A_WORKER = 2; "
     "main(['bench', '--repeats', '1', '--parts', 'start,rounds,nodes', '--json', 'nodes.json'])"
 )
 

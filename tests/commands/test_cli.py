@@ -163,7 +163,7 @@ def test_another_configuration_is_refused(finished: Path, capsys: pytest.Capture
     ):
         message = refused(capsys, *TINY, *words, "--out", finished)
         assert expected in message
-        assert "--out DIR for another folder, or --fresh" in message
+        assert "--out DIR names another folder, and --fresh starts over" in message
     assert contents(finished) == before
 
 
