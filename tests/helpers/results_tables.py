@@ -136,7 +136,7 @@ def differences_from(lines: list[Line]) -> str:
         over = "over_seeds" if line["over_seeds_low"] else "over_clients"
         names = ["difference", *([f"{over}_low", f"{over}_high"] if line[f"{over}_low"] else [])]
         figures = [f"{100 * float(line[name]):+.1f}" for name in names]
-        pair = f"{line['first']} - {line['second']}" + ", weighted by samples" * (line["weighted"] == "1")
+        pair = f"{line['first']} - {line['second']}" + ", weighted by samples" * (line.get("weighted") == "1")
         text = figures[0] + (f" [{figures[1]}, {figures[2]}]" if figures[1:] else "")
         if figures[1:] and over == "over_clients":
             text += " over clients"
