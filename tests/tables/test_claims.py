@@ -220,6 +220,24 @@ def test_the_page_has_each_cell_and_the_reason(folder: Folder, capsys: pytest.Ca
     assert "| ours - alone | few | seen | +1.0 |" in capsys.readouterr().out
 
 
+def test_cells_are_weighted_by_samples_where_the_table_shows_that_first(folder: Folder) -> None:
+    figures = {"accuracy_weighted": 0.7, "accuracy_weighted_std_over_seeds": 0.02}
+    line = {"label": "ours", "column": "few", "seeds": 2, "rounds": 40, "scored": "after download"}
+    folder.write("full.csv", line | {"accuracy_mean": 0.6, "accuracy_std_over_seeds": 0.01} | figures)
+    for show, cell, words in (
+        ("accuracy, weighted", "60.0 ± 1.0, 2 seeds, 40 rounds (61.43)", "ours, in brackets"),
+        (
+            "weighted, accuracy",
+            "70.0 ± 2.0, 2 seeds, 40 rounds (61.43)",
+            "ours, weighted by samples, in brackets",
+        ),
+    ):
+        (folder.tables / "full.yaml").write_text(FULL + f"show: [{show}]\n")
+        grid = document(read_claims(folder.write_claims())).grids[1]
+        assert grid.rows[0][1] == cell
+        assert words in grid.caption
+
+
 ABOVE = "above: alone"
 
 
