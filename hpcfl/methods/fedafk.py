@@ -10,10 +10,10 @@ AAMAS 2025.
 
 Only extractors travel. h_0 is one random head for all clients and rounds, drawn from the run's seed.
 
-Differs from the paper, if asked to:
-  pull         `method.coefficient_pull` adds rho/2 (a_i - a)^2 to the loss of a_i, with the first value a
-               (differs from eq. 6): a_i settles at a - (d CE / d a) / rho. On validation samples it cannot be
-               told from eq. 6 with the default step (fedafk_tuning.yaml)
+Differs from the paper:
+  pull         not by default: `method.coefficient_pull` adds rho/2 (a_i - a)^2 to the loss of a_i, with the
+               first value a (differs from eq. 6), and a_i settles at a - (d CE / d a) / rho. On validation
+               samples it cannot be told from eq. 6 with the default step (fedafk_tuning.yaml)
 
 Choices the paper leaves open:
   schedule     the first three updates take turns batch by batch; `method.schedule=sequential` runs each of

@@ -333,7 +333,6 @@ CHANGED = {
     "ag_news": {"fedafk"},
     "baselines": {"per_fedavg"},
     "baselines_longer": {"fedafk"},
-    "domains_digits": {"fedafk"},
     "fedafk_table2_small": {"fedafk"},
     "participation": {"FedAFK"},
 } | {
