@@ -6,10 +6,11 @@ import importlib
 import re
 import shlex
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from bits import differing, read_csv, run_here
+from bits import differing, run_here
 from docs_pages import DOCS, pages
 from processes import REPOSITORY, Mpirun, run_forked
 from results_tables import MARK, PAPERS, README, RESULTS, RESULTS_PAGE, with_claims, with_tables
@@ -308,19 +309,17 @@ def test_tables_and_verdicts_are_made_from_the_claims_and_result_files(page: Pat
     assert with_claims(with_tables(text)) == text
 
 
-def test_every_interval_in_the_text_is_one_of_the_result_files() -> None:
-    known = set()
-    for path in RESULTS.glob("*_differences.csv"):
-        for line in read_csv(path):
-            for over in ("over_seeds", "over_clients"):
-                ends = [line.get(f"{over}_{end}", "") for end in ("low", "high")]
-                if all(ends):
-                    low, high = (round(100 * float(end), 1) for end in ends)
-                    known |= {(low, high), (-high, -low)}
-    named = []
-    for page in (README, RESULTS_PAGE, *PAPERS):
-        text = re.sub(r"^\|.*", "", page.read_text(), flags=re.MULTILINE)
-        named += [(float(low), float(high)) for low, high in re.findall(r"\[(-?[\d.]+), (-?[\d.]+)\]", text)]
+def intervals(lines: Iterable[str]) -> list[tuple[float, float]]:
+    """Return the intervals of lines, such as [-1.0, 3.5]."""
+    found = re.findall(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]", "\n".join(lines))
+    return [(float(low), float(high)) for low, high in found]
+
+
+def test_every_interval_in_the_text_is_in_a_table_of_the_results() -> None:
+    lines = [line for page in (README, RESULTS_PAGE, *PAPERS) for line in page.read_text().splitlines()]
+    named = intervals(line for line in lines if not line.startswith("|"))
+    tables = (line for line in RESULTS_PAGE.read_text().splitlines() if line.startswith("|"))
+    known = {ends for low, high in intervals(tables) for ends in ((low, high), (-high, -low))}
     assert len(named) > 20
     assert [interval for interval in named if interval not in known] == []
 

@@ -26,7 +26,7 @@ HIDDEN = 320
 Timed = tuple[Timing, Estimate]
 
 
-def ratios(world: Communicator, rounds: int) -> Iterator[Ratio]:
+def by_workers(world: Communicator, rounds: int) -> Iterator[Ratio]:
     """Time rounds of FedAvg and pFedLA on 1, 2, 4 workers and so on up to all. Collective.
 
     Strong scaling has the same clients on any number of workers, weak scaling the same for each worker. A

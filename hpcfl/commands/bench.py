@@ -82,6 +82,6 @@ PARTS: dict[str, Part] = {
     "engines": _on_server(lambda options: steps.engines(torch.device(options.device), options.repeats)),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
     "methods": lambda world, options: runs.methods(world, options.device),
-    "nodes": lambda world, options: scaling.ratios(world, max(3, options.repeats // 2)),
+    "nodes": lambda world, options: scaling.by_workers(world, max(3, options.repeats // 2)),
 }
 """By name; each takes the ranks and the command's options. All are collective."""

@@ -359,9 +359,9 @@ def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) ->
     It is weighted by samples where the table shows that first, as the paper's is.
     """
     table = results.table
-    kinds = [name for name in table.show if name in ("weighted", "accuracy")]
-    is_weighted = kinds[:1] == ["weighted"]
-    name = "accuracy_weighted" if is_weighted else "accuracy_mean"
+    is_weighted = next((name for name in table.show if name in ("weighted", "accuracy")), "") == "weighted"
+    mean = "accuracy_weighted" if is_weighted else "accuracy_mean"
+    deviation = f"{mean.removesuffix('_mean')}_std_over_seeds"
     columns = [name for name in table.columns if any(name in row.published for row in table.rows)]
     same = [results, *(other for other in smaller if other.table.source == table.source)]
     rows = []
@@ -374,8 +374,7 @@ def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) ->
             line = next((line for other in same if (line := other.line(row.label, column))), None)
             ours = "not run"
             if line is not None:
-                spread = line[f"{name.removesuffix('_mean')}_std_over_seeds"]
-                ours = percent(float(line[name]), float(spread) if spread else None)
+                ours = percent(float(line[mean]), float(line[deviation]) if line[deviation] else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
                 ours += f", {seeds}, {results.rounds(line)} rounds"
             published = row.published.get(column)

@@ -142,8 +142,8 @@ def test_outputs_of_low_rank_move_as_far_with_clients_that_are_there_twice() -> 
     once = Run("train.rounds=1", *LOW_RANK)
     twice = of_clients_that_are_there_twice(once, LOW_RANK)
     moved = []
-    for run, times in ((once, 1), (twice, 2)):
-        server = run.adapter.initial_server() if times == 1 else run.server
+    for run, server in ((once, once.adapter.initial_server()), (twice, twice.server)):
+        times = run.num_clients // 4
         server["theta"] = random(4, server["theta"].shape[1]).repeat(times, 1)
         for seed in (1, 2):
             apart = 0.1 * random(4, server["theta"].shape[1], seed=seed)
