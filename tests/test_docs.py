@@ -35,7 +35,6 @@ ELSEWHERE = {
     "hpcfl table docs/examples/codecs.yaml": "the script compressed_messages.sh makes the same runs",
     "hpcfl bench": BENCH,
     "mpirun -n 3 hpcfl bench --parts rounds": BENCH,
-    "mpirun -n 4 hpcfl bench --parts nodes": BENCH,
     "hpcfl table TABLE.yaml --write-results": PAPER,
     "hpcfl table configs/tables/pfedla_table1.yaml --plan": PAPER,
     "hpcfl table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": PAPER,

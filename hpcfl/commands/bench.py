@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import runs, scaling, steps
+from hpcfl.benchmarks import runs, steps
 from hpcfl.benchmarks.ratios import Ratio, as_tables, write_json
 from hpcfl.commands.arguments import Parser, whole_number
 from hpcfl.communication.communicator import Communicator, run_collectively
@@ -24,11 +24,10 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     engines  the batched engine compared with the loop engine (--device)
     rounds   share of a pFedLA round that is not training; checkpoints (all ranks, --device)
     methods  a round of each method, compared with FedAvg's (--device)
-    nodes    FedAvg's and pFedLA's rounds by workers, compared with `hpcfl plan` (all ranks)
     For example: mpirun -n 3 hpcfl bench --parts rounds
     """
     options = parser().parse_args(arguments)
-    parts = _parts(options, world)
+    parts = _parts(options)
     # a GPU of any rank will do here; a run then says which rank has none
     if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
         raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
@@ -46,22 +45,19 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
             )
 
 
-def _parts(options: Namespace, world: Communicator) -> list[str]:
+def _parts(options: Namespace) -> list[str]:
     """Return the parts that are asked for, in the order of PARTS: a start is measured before all else."""
-    known = [part for part in PARTS if part != "nodes" or world.size > 1]
-    asked = known if options.parts is None else options.parts.split(",")
+    asked = list(PARTS) if options.parts is None else options.parts.split(",")
     for part in asked:
         if part not in PARTS:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
-        if part not in known:
-            raise UserError("--parts nodes needs several ranks; type mpirun -n 4 hpcfl bench --parts nodes")
     return [part for part in PARTS if part in asked]
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl bench`."""
     parser = Parser("hpcfl bench", run_bench.__doc__)
-    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
+    parser.add_argument("--parts", help="some of the parts (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
     parser.add_argument("--repeats", type=whole_number, default=9, help="turns of each step (default: 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
@@ -82,6 +78,5 @@ PARTS: dict[str, Part] = {
     "engines": _on_server(lambda options: steps.engines(torch.device(options.device), options.repeats)),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
     "methods": lambda world, options: runs.methods(world, options.device),
-    "nodes": lambda world, options: scaling.by_workers(world, max(3, options.repeats // 2)),
 }
 """By name; each takes the ranks and the command's options. All are collective."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.interconnect import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Interconnect, measured
-from hpcfl.config.keys import Config, RunConfig, TrainConfig
+from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.errors import UserError
@@ -34,31 +33,24 @@ LOG = logging.getLogger(__name__)
 
 USUAL_RANKS = 9
 """Number of ranks in jobs/train.sbatch."""
-NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     """Show what a run would do, and its time, memory and disk, without running it.
 
-    It prints the clients' samples by class, the network and its memory. After a dry run of some seconds
-    it prints the time on 1 to 64 nodes and what limits it, memory, disk, bytes of messages, and an
-    #SBATCH header. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
-    `run.threads` cores or the GPU of this machine; the rest is extrapolated in proportion. Under mpirun
-    it also measures the network between rank 0 and the others; it prints its assumptions. For example,
-    on the nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
+    It prints the clients' samples by class, the model and its memory. After a dry run of some
+    seconds it prints the time by number of ranks, memory, disk, bytes of messages, and an #SBATCH
+    header. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
+    `run.threads` cores or the GPU of this machine; the rest is extrapolated in proportion.
+    For example: hpcfl plan CONFIG.yaml --ranks 34 --ranks-per-node 17
     """
     options = run_collectively(world, lambda: parser().parse_intermixed_args(list(arguments)))
-    is_measured = world.size > 1 and not options.no_timing
-    interconnect = measured(world) if is_measured else None
     if not world.is_server:
         return
     config = load_config(*split_settings(options.settings))
     check_tracker(config.run.tracker)
-    if interconnect is None:
-        interconnect = Interconnect(max(1, len(os.sched_getaffinity(0)) // config.run.threads))
-    interconnect = replace(interconnect, ranks_per_node=options.ranks_per_node or interconnect.ranks_per_node)
     with report_out_of_memory(world):
-        _print_plan(config, options.ranks or _usual_ranks(world), interconnect, options)
+        _print_plan(config, options.ranks or _usual_ranks(world), options)
 
 
 def parser() -> Parser:
@@ -71,7 +63,7 @@ def parser() -> Parser:
         help="ranks of the run (default: those here, or 9, if they all have work)",
         **whole,
     )
-    parser.add_argument("--ranks-per-node", help="ranks on a node (default: as here, or one a core)", **whole)
+    parser.add_argument("--ranks-per-node", help="ranks on a node of the job (default: all)", **whole)
     limit_help = "time limit of a job (default: what the run takes)"
     parser.add_argument("--time", type=seconds_of, metavar="HH:MM:SS", help=limit_help)
     parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")
@@ -79,7 +71,7 @@ def parser() -> Parser:
     return parser
 
 
-def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options: Namespace) -> None:
+def _print_plan(config: Config, ranks: int, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     title = f"{config.partition.name} partition of {config.data.source}: samples of each class"
@@ -95,9 +87,7 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
     if reason := lacks_memory(method, of_server):
         raise UserError(f"no times and no memory: {reason}; type the same on a larger one")
     if options.ranks is None:
-        # more workers than clients of a round have nothing to do
-        cohort = config.train.cohort_size(method.context.num_clients)
-        ranks = min(ranks, 2 if method.sequential is not None else 1 + cohort)
+        ranks = min(ranks, _most_ranks(method))
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
         LOG.warning(
@@ -105,17 +95,14 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
             f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
             f"{config.train.lr:g})"
         )
-    planner = Planner(config.run, method, parts, found, interconnect)
+    planner = Planner(config.run, method, parts, found)
     estimate = planner.on(ranks)
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
-    # the nodes of a job are not those where the plan is made, unless it was measured on several
-    knows_nodes = options.ranks_per_node is not None or interconnect.link_bytes_a_s is not None
-    of_job = estimate if knows_nodes else replace(estimate, nodes=1)
-    header = SlurmHeader(name, config.run.threads, of_job, on_gpu, options.time)
+    nodes = math.ceil(ranks / (options.ranks_per_node or ranks))
+    header = SlurmHeader(name, config.run.threads, estimate, nodes, on_gpu, options.time)
     lines = [
-        _measured(config.run, method.context.train, found, estimate),
-        _network(interconnect),
-        *_times(method, planner, estimate),
+        _measured(config.run, found),
+        *_times(_most_ranks(method), planner, estimate),
         _memory(estimate),
         _disk(planner),
         *_bytes(planner, found.chooses_layers, config),
@@ -123,6 +110,12 @@ def _print_plan(config: Config, ranks: int, interconnect: Interconnect, options:
         *_job(header),
     ]
     print("\n".join(lines))
+
+
+def _most_ranks(method: Method) -> int:
+    """Return the largest number of ranks that all have work: a worker for each client of a round."""
+    context = method.context
+    return 2 if method.sequential is not None else 1 + context.train.cohort_size(context.num_clients)
 
 
 def _usual_ranks(world: Communicator) -> int:
@@ -172,64 +165,34 @@ def _describe(method: Method, of_server: Mapping[str, int], eval_every: int) -> 
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
 
-def _measured(run: RunConfig, train: TrainConfig, found: DryRun, estimate: Estimate) -> str:
-    """Return the times measured on this machine."""
+def _measured(run: RunConfig, found: DryRun) -> str:
+    """Return what the dry run took, and where."""
     on_cpu, threads = found.device == "cpu", run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
-    unit = "mini-batch" if train.finetune_epochs else "sample"
     share = found.cpu_s / found.wall_s
     is_busy = on_cpu and share < 0.5
     busy = (
         f" (busy for {100 * (1 - share):.0f} % of it with other programs: the times are too long)" * is_busy
     )
     return (
-        f"measured for {readable_seconds(found.wall_s)} on {where}{busy} of this machine"
-        f"{missing_gpu(run, found)}: "
-        f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
-        f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
-        f"{readable_seconds(estimate.server_s)} a round on the server"
+        f"dry run of {readable_seconds(found.wall_s)} on {where}{busy} of this machine"
+        f"{missing_gpu(run, found)}: {readable_seconds(found.batch_s)} a round for each mini-batch of a "
+        "client"
     )
 
 
-def _network(interconnect: Interconnect) -> str:
-    """Return the measured and assumed properties of the network."""
-    rates = {"between nodes": interconnect.link_bytes_a_s, "within one": interconnect.node_bytes_a_s}
-    found = [f"{readable_bytes(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
-    assumed = [
-        f"{readable_bytes(ASSUMED_BYTES_A_S)}/s {where}" for where, rate in rates.items() if rate is None
-    ]
-    (assumed if interconnect.latency_s is None else found).append(
-        f"{readable_seconds(interconnect.latency_s or ASSUMED_LATENCY_S)} for a short message"
-    )
-    measured = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
-    assumed += ["a core like this one for each rank", f"{interconnect.ranks_per_node} ranks on each node"]
-    return (
-        f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s, {START_S:.0f} s until the first round"
-    )
-
-
-def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
-    """Yield the table of times, for the requested ranks, and for others where they differ."""
-    per_node = planner.interconnect.ranks_per_node
-    most = 2 if method.sequential is not None else max(NODES) * per_node
-    estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
-    header = "nodes, ranks, in all, round, training, server, network, evaluation, limited by"
-    rows = [header.split(", ")]
-    for _, of in sorted((estimates | {found.ranks: found}).items()):
-        parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        row = [
-            str(of.nodes),
-            str(of.ranks),
-            clock(START_S + of.total_s),
-            *map(readable_seconds, parts),
-            of.limit,
-        ]
-        if of.ranks == found.ranks or row[2:] != rows[-1][2:]:
-            rows.append(row)
+def _times(most_ranks: int, planner: Planner, asked: Estimate) -> Iterator[str]:
+    """Yield the table of times, for the requested ranks and for 1, 2, 4, ... workers, if they have work."""
+    workers = [2**power for power in range((most_ranks - 1).bit_length())]
+    estimates = {ranks: planner.on(ranks) for ranks in (*(1 + count for count in workers), most_ranks)}
+    rows = [["ranks", "in all", "round", "training", "server", "evaluation"]]
+    for ranks, found in sorted((estimates | {asked.ranks: asked}).items()):
+        seconds = (found.round_s, found.train_s, found.server_s, found.evaluation_s)
+        rows.append([str(ranks), clock(START_S + found.total_s), *map(readable_seconds, seconds)])
     yield ""
     yield (
-        "time, estimated (nodes that change nothing are left out); a round is training on the busiest "
-        "worker, rank 0's work, and its network:"
+        "time, estimated with a core like this one for each rank, a disk of 100 MB/s, and "
+        f"{START_S:.0f} s until the first round; messages between ranks are not counted:"
     )
     yield from aligned(rows)
     yield ""

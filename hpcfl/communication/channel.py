@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -333,7 +332,7 @@ class _SentUpload(Upload):
     def _sum(self, name: str, shares: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sums [K, ...] of a tensor on the server, which passes the shares. Collective."""
         self._world.broadcast(shares)
-        frame, own, began_s = self._frames[name], self._own, time.monotonic()
+        frame, own = self._frames[name], self._own
         rows = self._as_decoded(name).view(len(own), *frame.shape)
         sent_columns = None
         if frame.layer_mask is not None:
@@ -343,7 +342,6 @@ class _SentUpload(Upload):
             rows = rows[..., sent_columns]
         total = FixedPointSum(rows, shares[:, own], sizes)
         total.add(self._world.maxima(total.bounds), shares.shape[1])
-        self._world.summed_s += time.monotonic() - began_s
         for tensor in total.tensors:
             self._world.sum_on_server(tensor)
         if sent_columns is None:

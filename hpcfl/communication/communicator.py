@@ -103,15 +103,6 @@ class Communicator:
         self.workers_on_device = 1
         """Number of workers that share this rank's GPU, after `device` has chosen one."""
         self.host = socket.gethostname()
-        self.bytes_in_common = 0
-        """Bytes so far that rank 0 has broadcast, or that were summed on the way to it. Each tensor counts
-        once, also in a serial world."""
-        self.bytes_of_rows = 0
-        """Bytes that rank 0 has scattered and gathered so far, also in a serial world."""
-        self.summed_s = 0.0
-        """Seconds that this rank has spent so far in adding up its clients' tensors."""
-        self.waited_s = 0.0
-        """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START
         """What this rank does, such as "in round 3", for error messages."""
         self._heartbeat: Heartbeat | None = None
@@ -143,21 +134,6 @@ class Communicator:
         """Send a heartbeat to the other ranks, if one is due; costs almost nothing."""
         if self._heartbeat is not None:
             self._heartbeat.beat()
-
-    @contextmanager
-    def part(self, count: int) -> Iterator[Communicator | None]:
-        """Yield a world of the first `count` ranks; None on the others. Collective, also at the end."""
-        if self._comm is None:
-            yield self
-            return
-        from mpi4py import MPI
-
-        self.barrier()
-        comm = MPI.Intracomm(self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank))
-        yield Communicator(comm, self.max_elements) if comm else None
-        # not after an exception: the other ranks may be in another call
-        if comm:
-            comm.Free()
 
     def shard(self, num_items: int, worker: int | None = None, unit: int = 1) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none)."""
@@ -246,7 +222,6 @@ class Communicator:
         if self.is_server:
             assert send is not None
             source = _flat_array(send)
-            self.bytes_of_rows += source.nbytes
             message = [source, rank_counts]
             if self._comm is None:
                 return part.copy_(send.detach().reshape(-1))
@@ -340,7 +315,6 @@ class Communicator:
         MPI adds on the way, so about one such tensor reaches rank 0 for any number of ranks. Sums of integers
         do not depend on the order.
         """
-        self.bytes_in_common += tensor.nbytes
         if self._comm is None:
             return
         from mpi4py import MPI
@@ -380,7 +354,6 @@ class Communicator:
 
     def _broadcast_array(self, array: np.ndarray) -> None:
         """Overwrite a flat array with rank 0's, piece by piece. Collective."""
-        self.bytes_in_common += array.nbytes
         if self._comm is None:
             return
         for piece in self._pieces(array):
@@ -393,7 +366,6 @@ class Communicator:
 
     def _gather_array(self, array: np.ndarray, rank_counts: Sequence[int], out: np.ndarray | None) -> None:
         """Collect flat arrays in `out` on rank 0; counts and `out` matter only there. Collective."""
-        self.bytes_of_rows += 0 if out is None else out.nbytes
         if self._comm is None:
             assert out is not None
             out[:] = array
@@ -403,7 +375,7 @@ class Communicator:
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request; sleep longer and longer between checks."""
-        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        pause_s = _FIRST_PAUSE_S
         if self._heartbeat is not None:
             self._heartbeat.begin_wait()
         while not request.Test():
@@ -411,7 +383,6 @@ class Communicator:
             pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
             if self._heartbeat is not None:
                 self._heartbeat.beat(self.phase)
-        self.waited_s += time.monotonic() - began_s
 
 
 def open_world() -> Communicator:

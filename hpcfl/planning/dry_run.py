@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.interconnect import Load
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import Config, RunConfig
 from hpcfl.data.arrays import Arrays
@@ -80,24 +79,22 @@ class DryRun:
     device: str
     batch_s: float
     """Training time of a round per mini-batch of a client, all local epochs together."""
-    sum_s: float
-    """Time of a round in which workers add up their clients' uploads, per client."""
     server_s: float
     """All other time of a round, per client of the cohort."""
     traffic: Mapping[str, float]
     """Bytes of a client in a round by TRAFFIC."""
     first_traffic: Mapping[str, float]
     """Those of the first round, where a method may not choose layers yet."""
-    load: Load
-    """Bytes between ranks in a round: common to all clients, and per client, with workers on other ranks."""
     send_s: float
     """Server's time to make one client's download for an evaluation."""
     score_s: float
     """Other time of an evaluation, per scored sample, or per mini-batch of fine-tuning."""
     adapt_s: float
     """Adaptation time of an unseen client per mini-batch; 0 without unseen clients."""
-    evaluation: Load
-    """Bytes of one client's download for an evaluation."""
+    download_bytes: int
+    """Of one client's download for an evaluation: those of its own."""
+    shared_download_bytes: int
+    """Of the same download: those that all clients share."""
     clients: int
     """Number of clients in the checkpoint."""
     checkpoint_bytes: int
@@ -194,13 +191,11 @@ def _prepared(
 
 
 class _Round(NamedTuple):
-    """What one round took; traffic and load as in `DryRun`."""
+    """What one round took; traffic as in `DryRun`."""
 
     round_s: float
     train_s: float
-    sum_s: float
     traffic: Mapping[str, float]
-    load: Load
 
 
 def _fastest(rounds: Sequence[_Round]) -> _Round:
@@ -249,15 +244,14 @@ class _Rounds(Simulation):
             cpu_s=time.process_time() - cpu_began_s,
             device=self._federation.worker_context.device.type,
             batch_s=fastest.train_s / sum(self._batches),
-            sum_s=fastest.sum_s / size,
-            server_s=max(0.0, fastest.round_s - fastest.train_s - fastest.sum_s) / size,
+            server_s=max(0.0, fastest.round_s - fastest.train_s) / size,
             traffic=rounds[-1].traffic,
             first_traffic=rounds[0].traffic,
-            load=rounds[-1].load,
             send_s=send_s / size,
             score_s=score_s,
             adapt_s=adapt_s,
-            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.per_client.values()) / size),
+            download_bytes=_bytes(rows[0] for rows in sent.per_client.values()),
+            shared_download_bytes=_bytes(sent.shared.values()),
             clients=everyone,
             checkpoint_bytes=(self._path / "checkpoint.h5").stat().st_size,
             client_bytes=_bytes(row.values()),
@@ -276,17 +270,15 @@ class _Rounds(Simulation):
         return self._federation.cohort_of(number, self._members)
 
     def _measured_round(self) -> _Round:
-        size, common, rows = len(self._members), self._world.bytes_in_common, self._world.bytes_of_rows
-        began_s, summed_s = time.monotonic(), self._world.summed_s
+        began_s = time.monotonic()
         self._round(self._cohort(self._train.rounds - 1), False)
         round_s = time.monotonic() - began_s
-        load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
         # layers and other tensors, running statistics, indices; down and up
         moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
-        kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
-        traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
-        sum_s = self._world.summed_s - summed_s
-        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), sum_s, traffic, load)
+        kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel()
+        of_client = (kinds / len(self._members)).tolist()
+        traffic = dict(zip(TRAFFIC, of_client, strict=True))
+        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic)
 
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""

@@ -1,7 +1,7 @@
-"""What a run will take, from a dry run: hours, memory, checkpoints, and bytes on the network.
+"""What a run will take, from a dry run: hours, memory, checkpoints, and bytes of messages.
 
-The measured times are multiplied by rounds, clients and mini-batches. The constants below are assumptions,
-and so is that ranks do not share cores.
+The measured times are multiplied by rounds, clients and mini-batches; messages between ranks take no time.
+The constants below are assumptions, and so is that ranks do not share cores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from hpcfl.communication.communicator import shard_of
-from hpcfl.communication.interconnect import Interconnect, Load
 from hpcfl.communication.sharded import shard_unit_of
 from hpcfl.config.keys import RunConfig
 from hpcfl.data.partitions import ClientIndices
@@ -29,8 +28,6 @@ from hpcfl.training.local_work import Work
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
-COLLECTIVES_A_ROUND, COLLECTIVES_AN_EVALUATION = 18, 6
-"""Approximate numbers of collectives; few of them carry models."""
 DISK_BYTES_A_S = 100e6
 """Assumed: checkpoints are written, hashed and read back at this rate."""
 SAMPLED_COHORTS = 50
@@ -44,29 +41,21 @@ made and packed, or as they arrive and in the clients' order."""
 class Estimate:
     """What a run takes on this many ranks."""
 
-    nodes: int
     ranks: int
-    round_s: float
     train_s: float
-    """Time of the busiest worker in a round: training its clients, and adding up their uploads."""
+    """Time of the busiest worker in a round."""
     server_s: float
-    network_s: float
+    """Time of rank 0 in a round."""
     evaluation_s: float
     checkpoint_s: float
     total_s: float
     """Without the start of a job."""
     server_memory: float
     worker_memory: float
-    cohort: int
-    """Clients of a round."""
 
     @property
-    def limit(self) -> str:
-        """What takes most of the time of a round."""
-        training = "training" if self.ranks <= self.cohort + 1 else f"a cohort of {self.cohort} clients"
-        network = "rank 0's link" if self.nodes > 1 else "rank 0's messages"
-        parts = {training: self.train_s, "rank 0's work": self.server_s, network: self.network_s}
-        return max(parts, key=lambda part: parts[part])
+    def round_s(self) -> float:
+        return self.train_s + self.server_s
 
     @property
     def stop_s(self) -> float:
@@ -83,9 +72,7 @@ class Planner:
         method: Method,
         parts: Sequence[ClientIndices],
         measured: DryRun,
-        interconnect: Interconnect,
     ) -> None:
-        self.interconnect = interconnect
         self._run, self._method, self._measured = run, method, measured
         self._train, self._num_clients = method.context.train, method.context.num_clients
         self._num_unseen = len(parts) - self._num_clients
@@ -126,37 +113,26 @@ class Planner:
         num_workers = max(1, min(ranks - 1, max(self._num_clients, self._num_unseen)))
         shards = [self._shard(worker, num_workers) for worker in range(num_workers)]
         placed = self._placed_cohorts(shards)
-        train_s = float(np.mean([max(map(self._worker_s, by_worker)) for by_worker in placed]))
+        busiest = [max(self._batches[clients].sum() for clients in by_worker) for by_worker in placed]
+        train_s = measured.batch_s * float(np.mean(busiest))
         server_s = measured.server_s * self._cohort
-        load = Load(measured.load.common, measured.load.rows * self._cohort)
-        network_s = self.interconnect.seconds(COLLECTIVES_A_ROUND, load, ranks)
-        round_s = train_s + server_s + network_s
-        evaluation_s = self._evaluation_s(shards, ranks)
+        evaluation_s = self._evaluation_s(shards)
         middle, last = self.checkpoints()
         saves = (rounds - 1) // self._run.checkpoint_every
         # the last checkpoint needs the models of one evaluation more
-        total_s = rounds * round_s + (self._evaluations + 1) * evaluation_s
+        total_s = rounds * (train_s + server_s) + (self._evaluations + 1) * evaluation_s
         total_s += (saves * middle + last) / DISK_BYTES_A_S
         server_memory, worker_memory = self._memory(shards, placed)
         return Estimate(
-            nodes=self.interconnect.nodes(ranks),
             ranks=ranks,
-            round_s=round_s,
             train_s=train_s,
             server_s=server_s,
-            network_s=network_s,
             evaluation_s=evaluation_s,
             checkpoint_s=middle / DISK_BYTES_A_S,
             total_s=total_s,
             server_memory=server_memory if ranks > 1 else server_memory + worker_memory,
             worker_memory=worker_memory + (measured.peak_bytes - measured.server_bytes if ranks > 1 else 0),
-            cohort=self._cohort,
         )
-
-    def _worker_s(self, clients: Sequence[int]) -> float:
-        """Return the time of a worker with these members of a round."""
-        batches = float(self._batches[clients].sum())
-        return self._measured.batch_s * batches + self._measured.sum_s * len(clients)
 
     def _shard(self, worker: int, num_workers: int) -> list[int]:
         """Return the clients that live on a worker, unseen ones last."""
@@ -189,7 +165,7 @@ class Planner:
             placed.append(by_worker)
         return placed
 
-    def _evaluation_s(self, shards: Sequence[Sequence[int]], ranks: int) -> float:
+    def _evaluation_s(self, shards: Sequence[Sequence[int]]) -> float:
         measured, count = self._measured, self._num_clients
         # the members of the round are scored after training, too
         units = self._num_evaluated * (1 + self._cohort / count)
@@ -197,9 +173,7 @@ class Planner:
             units = self._batches
         seconds = measured.score_s * units
         seconds[count:] = measured.adapt_s * self._batches[count:]
-        load = Load(measured.evaluation.common, measured.evaluation.rows * count)
-        network_s = self.interconnect.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
-        return network_s + count * measured.send_s + max(float(seconds[shard].sum()) for shard in shards)
+        return count * measured.send_s + max(float(seconds[shard].sum()) for shard in shards)
 
     def _memory(
         self, shards: Sequence[Sequence[int]], placed: Sequence[Sequence[Sequence[int]]]
@@ -210,7 +184,7 @@ class Planner:
         and every checkpoint brings the clients' state to rank 0.
         """
         measured, count = self._measured, max(self._num_clients, self._num_unseen)
-        common, rows = measured.evaluation.common, measured.evaluation.rows
+        common, rows = measured.shared_download_bytes, measured.download_bytes
         own = max(len(members) for by_worker in placed for members in by_worker)
         scored = math.ceil(count / num_evaluated_cohorts(count, self._method.layout.size))
         scored_here = min(scored, max(map(len, shards)))

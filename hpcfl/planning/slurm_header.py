@@ -41,10 +41,17 @@ class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
     def __init__(
-        self, name: str, threads: int, estimate: Estimate, on_gpu: bool, limit_s: int | None = None
+        self,
+        name: str,
+        threads: int,
+        estimate: Estimate,
+        nodes: int,
+        on_gpu: bool,
+        limit_s: int | None = None,
     ) -> None:
         """Choose the limits of a job; UserError if not even one round fits in the time limit."""
-        self._name, self._threads, self._estimate, self._on_gpu = name, threads, estimate, on_gpu
+        self._name, self._threads, self._estimate = name, threads, estimate
+        self._nodes, self._on_gpu = nodes, on_gpu
         self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
         wanted_s = max(SHORTEST_S, _up(MARGIN * (START_S + estimate.total_s) + self.signal_s, 600))
         self.limit_s = limit_s or min(LONGEST_S, wanted_s)
@@ -66,17 +73,17 @@ class SlurmHeader:
 
     def lines(self) -> list[str]:
         """Return the lines, ready to be pasted."""
-        estimate, threads = self._estimate, self._threads
-        a_node = math.ceil(estimate.ranks / estimate.nodes)
+        estimate, nodes = self._estimate, self._nodes
+        a_node = math.ceil(estimate.ranks / nodes)
         # nodes without rank 0 have a worker in its place
-        first = max(estimate.server_memory, estimate.worker_memory * (estimate.nodes > 1))
+        first = max(estimate.server_memory, estimate.worker_memory * (nodes > 1))
         memory = MEMORY_MARGIN * (first + (a_node - 1) * estimate.worker_memory)
         options = [
             f"--job-name={self._name}",
-            f"--nodes={estimate.nodes}",
+            f"--nodes={nodes}",
             f"--ntasks={estimate.ranks}",
-            *([f"--ntasks-per-node={a_node}"] if estimate.nodes > 1 else []),
-            f"--cpus-per-task={threads}",
+            *([f"--ntasks-per-node={a_node}"] if nodes > 1 else []),
+            f"--cpus-per-task={self._threads}",
             f"--mem={_up(memory / 2**20, MEMORY_STEP)}M",
             f"--time={limit_of(self.limit_s)}",
             *(["--gpus-per-node=1"] if self._on_gpu else []),

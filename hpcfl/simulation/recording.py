@@ -28,13 +28,8 @@ class Timing:
     `train_s` is the slowest worker's; the last of `save_s` includes making the evaluated models.
     """
 
-    idle_shares: list[float] = field(default_factory=list)
-    """The share of the workers' time in a round's training that they waited for the slowest."""
-
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    """In messages and waiting for them, in a round."""
     evaluate_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
 
@@ -104,9 +99,6 @@ class Recorder:
         train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
         self.timing.train_s.append(train_s)
         self.ledger.spent["evaluate_s"] += scoring_s
-        busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
-        all_s = self._federation.world.num_workers * train_s
-        self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
         lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
         round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
         of_members = zip(members.tolist(), losses.tolist(), strict=True)

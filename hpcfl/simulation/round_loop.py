@@ -89,14 +89,13 @@ class Simulation:
         self._progress.start(first, train.rounds)
         done, finished = first, self._is_over(first)
         while not finished:
-            began_s, waited_s = time.monotonic(), self._world.waited_s
+            began_s = time.monotonic()
             cohort = self._federation.migration.placed(self.cohort(done))
             done += 1
             self._world.phase = f"in round {done}"
             is_evaluated = done == train.rounds or done % run.eval_every == 0
             after_training = self._round(cohort, is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
-            self.timing.wait_s.append(self._world.waited_s - waited_s)
             if is_evaluated:
                 self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)

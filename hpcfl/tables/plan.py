@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from hpcfl.communication.interconnect import Interconnect
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import read_source
@@ -73,7 +72,7 @@ def plan(table: Table) -> Document:
             LOG.warning(f"{cell.place}, without a time: {reason}")
         elif finished < len(cells):
             measured = dry_run(cell.config, arrays, parts)
-            planner = Planner(cell.config.run, method, parts, measured, Interconnect(1))
+            planner = Planner(cell.config.run, method, parts, measured)
             missing = missing or missing_gpu(cell.config.run, measured)
             left_s = (len(cells) - finished) * planner.on(1).total_s
         numbers = (len(cells), finished, cell.config.train.rounds)
