@@ -18,8 +18,7 @@ from hpcfl.data.arrays import digest_of
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
 from hpcfl.setup.experiment import load_data
-from hpcfl.storage.lock import FolderLock, Holder, holder
-from hpcfl.terminal import silenced
+from hpcfl.storage.lock import holder, locked
 
 WRITTEN_BYTES = 2**24
 LOOKS, PAUSE_S = 100, 0.1
@@ -44,12 +43,12 @@ def check_messages(world: Communicator) -> None:
 def check_folder(world: Communicator, out: Path, found: Findings) -> None:
     """Write a file and take a lock, which all ranks look for; remove both again. Collective."""
     with ExitStack() as at_exit:
-        made, has_locks = "", False
+        made = ""
         if world.is_server:
             try:
                 folder = _new_folder(out, at_exit)
                 rate = _write(folder)
-                has_locks = _take_lock(folder, at_exit)
+                at_exit.enter_context(locked(folder))
                 free = shutil.disk_usage(folder).free
                 print(
                     f"folder: {out}: {readable_bytes(free)} free, written at {readable_bytes(rate)}/s",
@@ -64,9 +63,8 @@ def check_folder(world: Communicator, out: Path, found: Findings) -> None:
         made = world.broadcast_bytes(made.encode()).decode()
         if not made:
             return
-        lock = _see_lock(Path(made))
-        is_locked = has_locks if world.is_server else lock.is_seen
-        facts = {"rank": world.rank, "host": world.host, "sees": bool(lock.owner), "is_locked": is_locked}
+        owner, is_held = _see_lock(Path(made))
+        facts = {"rank": world.rank, "host": world.host, "sees": bool(owner), "is_locked": is_held}
         # rank 0 keeps the lock and the folder until all have looked
         ranks = world.all_gather(facts)
     blind = [place(rank) for rank in ranks if not rank["sees"]]
@@ -103,21 +101,15 @@ def _write(folder: Path) -> float:
     return WRITTEN_BYTES / (time.monotonic() - began_s)
 
 
-def _take_lock(folder: Path, at_exit: ExitStack) -> bool:
-    """Take the lock of a run folder; return whether the file system has locks."""
-    with silenced():
-        return at_exit.enter_context(FolderLock(folder)).is_enforced
-
-
-def _see_lock(folder: Path) -> Holder:
+def _see_lock(folder: Path) -> tuple[str, bool | None]:
     """Return whose lock this rank sees; nobody's where it sees none in time."""
     for _ in range(LOOKS):
         with suppress(OSError):
-            seen = holder(folder)
-            if seen.owner:
-                return seen
+            owner, is_held = holder(folder)
+            if owner:
+                return owner, is_held
         time.sleep(PAUSE_S)
-    return Holder("", False, False)
+    return "", False
 
 
 def check_data(world: Communicator, config: Config, found: Findings) -> None:

@@ -211,8 +211,8 @@ def _is_in_use(cell: Cell, name: str, world: Communicator, say: Callable[[str], 
     user = ""
     # the run itself reports a folder that cannot be read
     with suppress(OSError):
-        found = holder(cell.folder) if world.is_server else None
-        user = (found.owner or "another process") if found and found.is_seen else ""
+        owner, is_held = holder(cell.folder) if world.is_server else ("", False)
+        user = (owner or "another process") if is_held else ""
     user = world.broadcast_bytes(user.encode()).decode()
     if user:
         say(f"{name} is in use by {user}, which runs it")

@@ -147,16 +147,16 @@ class Run:
     def status(self) -> Status:
         """How the run is going now; raises UserError where its files cannot be read."""
         try:
-            seen = holder(self.path)
+            owner, is_held = holder(self.path)
             files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
             changed_s = max(path.stat().st_mtime for path in files if path.exists())
-            state: RunState = "killed" if seen.is_gone else "unknown"
+            state: RunState = "unknown" if is_held is None else "killed"
             # not by what this object has read before
             if Run(self.path).is_finished:
                 state = "finished"
-            elif seen.is_seen or not seen.owner:
-                state = "running" if seen.is_seen else "stopped"
-            return Status(state, printable(seen.owner), changed_s)
+            elif is_held or not owner:
+                state = "running" if is_held else "stopped"
+            return Status(state, printable(owner), changed_s)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}: {error.filename}") from error
 

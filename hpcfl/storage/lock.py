@@ -8,155 +8,125 @@ process forks shares the lock: if the process is killed, it ends with the child.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
 import socket
 import struct
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from hpcfl.errors import STORAGE_ERROR, UserError
 
 LOG = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-MAX_BYTES = 1000
-"""Number of bytes that are read of a lock file."""
-
-_FLOCK = struct.Struct("hhqqi")
-"""The kernel's struct flock: type, whence, start, length (0 is the whole file) and process."""
 
 
-class FolderLock:
-    """The lock of a run folder, held by rank 0. It follows the folder when that is renamed.
+@contextmanager
+def locked(folder: Path) -> Iterator[Callable[[], str | None]]:
+    """Lock an existing run folder, as rank 0 does; the lock follows the folder when that is renamed.
 
-    Where the lock is free, but names an owner that may live on another node, it is taken over with a warning:
-    mostly that is a job whose node died. An owner that lives after all learns it from `lost`, and ends.
+    Yields a function that returns how this process has lost the folder, or None; it may raise OSError. Raises
+    UserError where a run holds the lock, OSError where its file cannot be written.
+
+    A lock whose owner may live, on another node or on a file system without locks, but does not refuse this
+    one, is taken over with a warning: mostly that is a job whose node died. An owner that lives after all
+    learns it from the function, and ends.
     """
-
-    def __init__(self, folder: Path) -> None:
-        """Take the lock of an existing folder; raise UserError where a run holds it, OSError without room."""
-        self._folder, self._owner = folder, _owner()
-        self._descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self.is_enforced = True
-        """Whether the file system has locks."""
-        soon = f"soon, with exit code {STORAGE_ERROR}"
+    owner = _own_name()
+    with open(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        _take(folder, file, owner)
         try:
-            self._set(fcntl.F_WRLCK)
-        except (BlockingIOError, PermissionError):
-            owner = _read_owner(self._descriptor)
-            os.close(self._descriptor)
-            raise UserError(
-                f"{folder} is in use by {owner or 'another process'}; wait for that run, stop it, or choose "
-                "another folder with --out DIR"
-            ) from None
-        except OSError:
-            self.is_enforced = False
-            LOG.warning(
-                f"{folder}: this file system has no locks: any later start takes the folder over, and this "
-                f"run then ends {soon}"
-            )
-        before = _read_owner(self._descriptor)
-        try:
-            self._write(f"{self._owner}\n")
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        if before and not (self.is_enforced and _is_here(before)):
-            LOG.warning(
-                f"{folder} was locked by {before}. This machine cannot see whether it still runs (see "
-                "squeue, or ps on that machine), so this run takes over; if it does run, it will stop "
-                f"{soon}"
-            )
-
-    def lost(self) -> str | None:
-        """Return how this process has lost its folder, or None; OSError if the file system cannot tell."""
-        path, named = self._folder / LOCK_NAME, ""
-        # a copy of the folder at its path names this process too
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(self._descriptor)):
-            named = holder(self._folder).owner
-        if named == self._owner:
-            return None
-        return f"was taken over by {named}" if named else f"was moved or deleted, or lost its {LOCK_NAME},"
-
-    def release(self) -> None:
-        """Release the lock; a second call does nothing."""
-        if self._descriptor < 0:
-            return
-        # on a full disk the name may stay: its process has ended
-        with suppress(OSError):
-            if _read_owner(self._descriptor) == self._owner:
-                self._write("")
-        # a forked child may still have the file open, and would keep the lock
-        with suppress(OSError):
-            self._set(fcntl.F_UNLCK)
-        os.close(self._descriptor)
-        self._descriptor = -1
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.release()
-
-    def _set(self, kind: int) -> None:
-        """Lock the file (F_WRLCK) or unlock it (F_UNLCK)."""
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
-
-    def _write(self, text: str) -> None:
-        written = os.pwrite(self._descriptor, text.encode(), 0)
-        # after the write, so that nobody sees a lock without a name
-        os.ftruncate(self._descriptor, written)
-        if written < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield partial(_loss, folder, os.fstat(file.fileno()), owner)
+        finally:
+            _release(file, owner)
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The owner of a folder's lock, as seen from this machine."""
+def holder(folder: Path) -> tuple[str, bool | None]:
+    """Look at a folder's lock without touching it; return its owner, and whether that holds it.
 
-    owner: str
-    """`pid 7 on node3`, and its job under SLURM; empty before the first run and after a released lock."""
-    is_seen: bool
-    """Whether the lock is held, as far as this machine can tell."""
-    is_gone: bool
-    """Whether the owner has certainly ended without releasing the lock; it was on this machine."""
-
-
-def holder(folder: Path) -> Holder:
-    """Look at a folder's lock without touching it."""
-    path = folder / LOCK_NAME
+    The owner, such as `pid 7 on node3, job 12`, is empty before the first run and after a released lock. None
+    means that this machine cannot tell; False after a named owner, that it has ended without a release.
+    """
+    path, is_held = folder / LOCK_NAME, None
     if not path.exists():
-        return Holder("", False, False)
+        return "", False
     with path.open("rb") as file:
-        owner, is_locked = _read_owner(file.fileno()), _is_locked(file.fileno())
-    return Holder(owner, is_locked is True, is_locked is False and _is_here(owner))
+        owner = _read_owner(file)
+        with suppress(OSError):
+            is_held = _record_lock(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
+    is_elsewhere = owner != "" and not owner.partition(",")[0].endswith(f" on {socket.gethostname()}")
+    return owner, None if is_elsewhere and not is_held else is_held
 
 
-def _is_locked(descriptor: int) -> bool | None:
-    """Whether a record lock on a file is held; None where the system cannot tell."""
+def _take(folder: Path, file: BinaryIO, owner: str) -> None:
+    """Lock the open lock file of a folder, and write the owner's name to it."""
+    before, is_held = holder(folder)
+    try:
+        _record_lock(file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
+    except (BlockingIOError, PermissionError):
+        raise UserError(
+            f"{folder} is in use by {_read_owner(file) or 'another process'}; wait for that run, stop it, or "
+            "choose another folder with --out DIR"
+        ) from None
+    except OSError:
+        # this file system has no locks
+        pass
+    _write(file, f"{owner}\n")
+    if before and is_held is None:
+        LOG.warning(
+            f"{folder} was locked by {before}. This machine cannot see whether it still runs (see squeue, or "
+            "ps on that machine), so this run takes over; if it does run, it will stop soon, with exit code "
+            f"{STORAGE_ERROR}"
+        )
+
+
+def _loss(folder: Path, taken: os.stat_result, owner: str) -> str | None:
+    """Return how the owner of the lock file `taken` has lost its folder, or None."""
+    path, named = folder / LOCK_NAME, ""
+    # a copy of the folder at its path names this process too
+    if path.exists() and os.path.samestat(path.stat(), taken):
+        named, _ = holder(folder)
+    if named == owner:
+        return None
+    return f"was taken over by {named}" if named else f"was moved or deleted, or lost its {LOCK_NAME},"
+
+
+def _release(file: BinaryIO, owner: str) -> None:
+    # on a full disk the name may stay: its process has ended
     with suppress(OSError):
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-    return None
+        if _read_owner(file) == owner:
+            _write(file, "")
+    # a forked child may still have the file open, and would keep the lock
+    with suppress(OSError):
+        _record_lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
 
-def _read_owner(descriptor: int) -> str:
+def _record_lock(file: BinaryIO, command: int, kind: int) -> int:
+    """Lock or unlock a file (F_OFD_SETLK), or look (F_OFD_GETLK); return the kind of lock that is there."""
+    # the kernel's struct flock: type, whence, start, length (0 is the whole file) and process
+    flock = struct.pack("hhqqi", kind, os.SEEK_SET, 0, 0, 0)
+    kind, *_ = struct.unpack("hhqqi", fcntl.fcntl(file, command, flock))
+    return kind
+
+
+def _write(file: BinaryIO, text: str) -> None:
+    file.seek(0)
+    file.write(text.encode())
+    # writes first, so that nobody sees a lock without a name
+    file.truncate()
+
+
+def _read_owner(file: BinaryIO) -> str:
     """Return the first line of a lock file; "" where it has no end, as if it was not written whole."""
-    line, end, _ = os.pread(descriptor, MAX_BYTES, 0).decode(errors="replace").partition("\n")
+    line, end, _ = os.pread(file.fileno(), 1000, 0).decode(errors="replace").partition("\n")
     return line.strip() if end else ""
 
 
-def _owner() -> str:
-    """Return this process's name in its locks."""
+def _own_name() -> str:
     job = os.environ.get("SLURM_JOB_ID")
     return f"pid {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-
-
-def _is_here(owner: str) -> bool:
-    """Whether an owner was on this machine."""
-    return owner.partition(",")[0].endswith(f" on {socket.gethostname()}")

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from hpcfl.storage.ledger import (
     is_over,
     write_partition,
 )
-from hpcfl.storage.lock import LOCK_NAME, FolderLock
+from hpcfl.storage.lock import LOCK_NAME, locked
 from hpcfl.storage.reading import read_record, whole_lines
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import DataRecord, Snapshot
@@ -69,7 +69,8 @@ class RunFolder:
         self._is_over = False
         """Whether no round followed the newest checkpoint when the folder was opened."""
         self._has_ended = False
-        self._lock: FolderLock | None = None
+        self._loss: Callable[[], str | None] = lambda: None
+        """Returns how this run has lost its folder, or None."""
         self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
@@ -300,7 +301,7 @@ class RunFolder:
     def _end_if_lost(self) -> None:
         """Raise StorageError if the folder at this run's path is no longer its own."""
         with suppress(OSError):
-            if self._lock is not None and (lost := self._lock.lost()):
+            if lost := self._loss():
                 raise StorageError(
                     f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the same command "
                     "to resume (with --out DIR, if the folder has another path now)"
@@ -337,7 +338,7 @@ class RunFolder:
     def log(self, text: str) -> None:
         """Append a line with the time of day to log.txt; a run continues without, after one warning."""
         try:
-            if self._lock is not None and self._lock.lost():
+            if self._loss():
                 return
             with (self.path / "log.txt").open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -355,14 +356,13 @@ class RunFolder:
         place = self.path.resolve()
         place.mkdir(parents=True, exist_ok=True)
         _check_links(self.path)
-        self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
-            aside = _free_name(place)
-            place.rename(aside)
-            lock.release()
+            with locked(self.path):
+                aside = _free_name(place)
+                place.rename(aside)
             place.mkdir()
-            self._lock = at_exit.enter_context(FolderLock(self.path))
             self.notes.append(f"the run that was there is now in {aside}")
+        self._loss = at_exit.enter_context(locked(self.path))
 
     def _is_empty(self) -> bool:
         passing = (LOCK_NAME, UNFINISHED_NAME)

@@ -25,7 +25,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.results.run import Run
-from hpcfl.storage.lock import LOCK_NAME, FolderLock
+from hpcfl.storage.lock import LOCK_NAME, locked
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 
@@ -195,7 +195,7 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
 
 
 def test_a_folder_in_use_is_not_moved_aside(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FolderLock(finished):
+    with locked(finished):
         before = contents(finished)
         for fresh in ([], ["--fresh"]):
             message = refused(capsys, *TINY, *fresh, "--out", finished)

@@ -444,9 +444,13 @@ class Launch:
         """Whether none of its processes is left a few seconds from now: dying takes a moment."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         # one that dies has lost its command line before it loses its lock
-        while (self.pids() or holder(self._folder).is_seen) and time.monotonic() < deadline_s:
+        while self._is_running() and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        return not (self.pids() or holder(self._folder).is_seen)
+        return not self._is_running()
+
+    def _is_running(self) -> bool:
+        _, is_held = holder(self._folder)
+        return bool(self.pids() or is_held)
 
     def rows(self) -> int:
         return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0

@@ -14,7 +14,7 @@ from hpcfl.errors import UserError
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.storage.ledger import METRICS, WHOLE_NUMBERS
-from hpcfl.storage.lock import FolderLock
+from hpcfl.storage.lock import locked
 
 HEADER = ",".join(METRICS)
 
@@ -79,12 +79,12 @@ def test_only_the_end_of_a_long_log_is_read(folder: Path) -> None:
 
 def test_the_status_of_a_run_follows_from_its_lock(folder: Path) -> None:
     assert Run(folder).status.state == "stopped"
-    with FolderLock(folder):
+    with locked(folder):
         assert Run(folder).status.state == "running"
         # a look has not given the lock up
         assert Run(folder).status.state == "running"
-        with pytest.raises(UserError, match="in use by pid "):
-            FolderLock(folder)
+        with pytest.raises(UserError, match="in use by pid "), locked(folder):
+            pass
     assert Run(folder).status.state == "stopped"
     (folder / ".lock").write_text(f"pid 7 on {socket.gethostname()}\n")
     assert Run(folder).status.state == "killed"

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from hpcfl.config.keys import ENVIRONMENT, Config
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from hpcfl.storage.lock import FolderLock
+from hpcfl.storage.lock import locked
 from hpcfl.tables.cells import Table
 
 ROUNDS = 3
@@ -407,13 +407,13 @@ def test_a_table_with_a_failed_cell_finishes_the_other_cells(two: Two, copied: P
 def test_a_cell_that_another_command_runs_is_left_to_it(
     two: Two, half: Path, monkeypatch: pytest.MonkeyPatch, begins_at_the_same_moment: bool
 ) -> None:
-    folder, locks, run = half / "fedavg-s0", [], table_command.run
+    folder, held, run = half / "fedavg-s0", ExitStack(), table_command.run
     note = half / f".{folder.name}.running"
 
     def begin() -> None:
         folder.mkdir()
         note.write_text("running")
-        locks.append(FolderLock(folder))
+        held.enter_context(locked(folder))
 
     def beaten(config: Config, cell: Path, *more: Any, **options: Any) -> Any:
         if cell == folder:
@@ -426,7 +426,7 @@ def test_a_cell_that_another_command_runs_is_left_to_it(
         begin()
     out = two.finish(half, *two.words)
     assert note.exists()
-    locks[0].release()
+    held.close()
     monkeypatch.undo()
     assert re.search(rf"^cell 1/4: fedavg seed 0 is in use by pid {os.getpid()} on ", out, re.MULTILINE)
     assert "cell 4/4: HeurpFedLA, k = 2 seed 1\n" in re.sub("  time left.*", "", out)
