@@ -90,9 +90,3 @@ def _used(folder: Path, used: str, kind: str) -> int:
     count, stat = int((folder / used).read_text()), folder / "memory.stat"
     lines = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
     return count - sum(int(lines.get(kind + name, 0)) for name in _RECLAIMABLE)
-
-
-def boot_id() -> str:
-    """Return the unique id of this boot of this machine; empty in a container without it."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""

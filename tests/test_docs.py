@@ -220,9 +220,6 @@ FAULTS = {
     "nodes with other versions of hpcfl, Python, torch or NumPy": (
         "test_different_versions_on_one_node_are_reported"
     ),
-    "nodes whose clocks are a minute apart, or that have one name": (
-        "test_a_run_warns_of_a_wrong_clock_and_of_two_nodes_of_one_name"
-    ),
     "a rank out of memory": "test_a_worker_out_of_memory_ends_all_ranks",
     "a full disk or a quota, at a checkpoint or a CSV file": (
         "test_a_full_disk_ends_all_ranks_and_keeps_the_checkpoint test_a_fault_at_a_checkpoint_ends_the_run "

@@ -1,100 +1,92 @@
-"""The ranks as they were started: versions, cores, threads, GPUs, the SLURM job."""
+"""The ranks as they were started: versions, cores and GPUs."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from hpcfl.checks.findings import Findings, ranges
-from hpcfl.checks.nodes import Facts, by_node, compare_nodes, node_facts, place
+from hpcfl.checks.nodes import check_same_versions, numeric_versions
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import RunConfig
-from hpcfl.formatting import aligned, clock, readable_bytes
-from hpcfl.machine import free_bytes
+from hpcfl.errors import UserError
+from hpcfl.formatting import aligned
+from hpcfl.machine import package_versions
+from hpcfl.terminal import LOG
 
-PACKAGES = ("torch", "numpy", "h5py", "mpi4py")
-LITTLE_TIME_S = 600
+Facts = Mapping[str, Any]
+"""Of one rank."""
 
 
-def check_ranks(world: Communicator, run: RunConfig, found: Findings) -> None:
-    """Print a table of the ranks, and find what does not fit. Collective."""
-    is_cpu = run.device == "cpu"
-    own = {
+def check_versions(world: Communicator) -> None:
+    """Print versions; raise UserError on all ranks if they differ. Collective."""
+    versions = numeric_versions() | package_versions(("h5py", "mpi4py"))
+    versions["MPI"] = world.library() or "not used by one rank"
+    print("versions:", ", ".join(f"{name} {version}" for name, version in versions.items()))
+    check_same_versions(world, versions)
+
+
+def check_ranks(world: Communicator, run: RunConfig) -> None:
+    """Print a table of the ranks; warn of workers that share cores. Collective.
+
+    Raises UserError on all ranks if only some workers have a GPU, or if `run.device` cannot be had.
+    """
+    facts = {
+        "rank": world.rank,
+        "host": world.host,
+        "node": min(world.ranks_of_node()),
         "is_worker": world.is_worker,
-        "device": str(world.device("cpu" if is_cpu else "auto")),
+        "device": str(world.device(run.device)),
         "cores": sorted(os.sched_getaffinity(0)),
         "node_cores": os.cpu_count() or 1,
-        "free": free_bytes(),
     }
-    facts = node_facts(world, PACKAGES)
-    facts["versions"]["MPI"] = world.library() or "not used by one rank"
-    ranks = world.all_gather(facts | own)
-    if not world.is_server:
-        return
-    print("versions:", ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items()))
-    compare_nodes(ranks, found)
+    ranks = world.all_gather(facts)
     # before messages are sent, which may hang
     print("\n".join(aligned(rank_table(ranks))), flush=True)
-    for node in by_node(ranks):
-        check_cores(node, run.threads, found)
-    if not is_cpu:
-        check_devices(ranks, run.device == "cuda", found)
-    if "SLURM_JOB_ID" in os.environ:
-        check_slurm(found)
+    for node in sorted({rank["node"] for rank in ranks}):
+        check_cores([rank for rank in ranks if rank["node"] == node], run.threads)
+    check_devices(ranks)
 
 
 def rank_table(ranks: Sequence[Facts]) -> list[list[str]]:
     """Return header and rows of what ranks have; those with the same share a row."""
     rows: dict[tuple[str, ...], list[int]] = {}
-    for node in by_node(ranks):
-        free = readable_bytes(min(rank["free"] for rank in node))
-        for rank in node:
-            cores = f"{ranges(rank['cores'])} of {rank['node_cores']}"
-            row = (rank["host"], rank["device"], cores, free)
-            rows.setdefault(row, []).append(rank["rank"])
-    header = ["ranks", "host", "device", "cores", "free memory"]
-    return [header, *([ranges(numbers), *row] for row, numbers in rows.items())]
+    for rank in ranks:
+        row = (rank["host"], rank["device"], f"{ranges(rank['cores'])} of {rank['node_cores']}")
+        rows.setdefault(row, []).append(rank["rank"])
+    return [["ranks", "host", "device", "cores"], *([ranges(numbers), *row] for row, numbers in rows.items())]
 
 
-def check_cores(node: Sequence[Facts], threads: int, found: Findings) -> None:
-    """Compare the cores that a node's workers may use with the threads of their training."""
+def ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as 0-3,6."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def check_cores(node: Sequence[Facts], threads: int) -> None:
+    """Warn if a node's workers may use fewer cores than they train with threads."""
     workers = [rank for rank in node if rank["is_worker"] and rank["device"] == "cpu"]
     cores = len({core for rank in workers for core in rank["cores"]})
-    if threads * len(workers) <= cores:
-        return
-    all_cores = node[0]["node_cores"]
-    what = f"{node[0]['host']}: {len(workers)} worker(s) of {threads} thread(s)"
-    if cores < all_cores:
-        found.errors.append(
-            f"{what} are pinned to {cores} of {all_cores} cores: ask SLURM for --cpus-per-task={threads}, "
-            "type mpirun --bind-to none, or start fewer ranks"
-        )
-    else:
-        fewer = "start fewer ranks" + ", or set run.threads=1" * (threads > 1)
-        found.warnings.append(f"{what} take turns on {cores} cores: {fewer}")
-
-
-def check_devices(ranks: Sequence[Facts], needs_gpu: bool, found: Findings) -> None:
-    """Find a worker without a GPU where it needs one, or others have one."""
-    without = [rank for rank in ranks if rank["is_worker"] and rank["device"] == "cpu"]
-    if without and (needs_gpu or any(rank["device"] != "cpu" for rank in ranks)):
-        found.errors.append(
-            f"{place(without[0])} sees no GPU: ask SLURM for --gpus-per-node on every node, install "
-            "a PyTorch for CUDA, or set run.device=cpu"
+    if threads * len(workers) > cores:
+        host, all_cores = node[0]["host"], node[0]["node_cores"]
+        LOG.warning(
+            f"{host}: {len(workers)} worker(s) with run.threads={threads} take turns on {cores} of "
+            f"{all_cores} cores: ask SLURM for --cpus-per-task={threads}, type mpirun --bind-to none, or "
+            "start fewer ranks"
         )
 
 
-def check_slurm(found: Findings) -> None:
-    """Print when the SLURM job ends, and find whether a run would know and have time."""
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    left_s = max(0.0, int(end) - time.time()) if end.isdecimal() else None
-    ends = "no end time" if left_s is None else f"ends in {clock(left_s)}"
-    print(f"SLURM: job {os.environ['SLURM_JOB_ID']}, {ends}")
-    if left_s is None:
-        found.warnings.append(
-            "SLURM_JOB_END_TIME is not set, so that a run stops in time only if signalled: give sbatch "
-            "--signal=B:USR1@120, as jobs/train.sbatch does"
+def check_devices(ranks: Sequence[Facts]) -> None:
+    """Raise UserError if some workers have a GPU, and others none."""
+    workers = [rank for rank in ranks if rank["is_worker"]]
+    without = [rank for rank in workers if rank["device"] == "cpu"]
+    if 0 < len(without) < len(workers):
+        raise UserError(
+            f"rank {without[0]['rank']} on {without[0]['host']} sees no GPU, and others do: ask SLURM for "
+            "--gpus-per-node on every node, or set run.device=cpu"
         )
-    elif left_s < LITTLE_TIME_S:
-        found.warnings.append(f"the job ends in {round(left_s)} s: submit one with a longer --time")

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
-from hpcfl.checks.nodes import check_same_data, check_same_partition, check_same_settings, check_unlike_nodes
+from hpcfl.checks.nodes import (
+    check_same_data,
+    check_same_partition,
+    check_same_settings,
+    check_same_versions,
+    numeric_versions,
+)
 from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config.keys import Config
@@ -68,7 +74,7 @@ def run(
         at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
-        check_unlike_nodes(world)
+        check_same_versions(world, numeric_versions())
         check_same_settings(world, config)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -63,14 +62,13 @@ class Node:
         return [pid for pid in found if pid != self.process.pid]
 
     @contextlib.contextmanager
-    def seeing(self, place: Path, instead: Path | None = None) -> Iterator[None]:
-        """Let this node alone see another file or folder in a place; None: an empty folder."""
-        what = ("--bind", instead) if instead is not None else ("-t", "tmpfs", "tmpfs")
-        self.run("mount", *what, place)
+    def seeing_empty(self, folder: Path) -> Iterator[None]:
+        """Let this node alone see an empty folder in place of another."""
+        self.run("mount", "-t", "tmpfs", "tmpfs", folder)
         try:
             yield
         finally:
-            self.run("umount", "--lazy", place)
+            self.run("umount", "--lazy", folder)
 
     def die(self) -> None:
         """Kill all its processes; the other nodes notice it. For a node without power, cut its link."""
@@ -165,9 +163,6 @@ def simulated_nodes(count: int) -> Iterator[Nodes]:
             prepare += f" && mount --bind {files} /mnt && mount -t tmpfs tmpfs /dev/shm"
             prepare += f" && mkdir -p {files} && mount --move /mnt {files}"
             prepare += f" && mount --bind {folder}/hosts /etc/hosts"
-            # by this Linux distinguishes machines
-            (folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
-            prepare += f" && mount --bind {folder}/{name}.boot_id /proc/sys/kernel/random/boot_id"
             # Linux gives up a link that is cut after 13 s, not after a quarter of an hour
             prepare += " && echo 5 > /proc/sys/net/ipv4/tcp_retries2"
             process = _start_idle(
