@@ -89,10 +89,10 @@ class Communicator:
     A waiting rank sleeps between its checks of the request, and so leaves the cores to ranks that compute.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, max_elements: int = MAX_ELEMENTS) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         """Wrap an MPI communicator; None is a serial world, which never uses MPI."""
         self._comm = comm
-        self.max_elements = max_elements
+        self._max_elements = MAX_ELEMENTS
         self.rank: int = 0 if comm is None else comm.Get_rank()
         self.size: int = 1 if comm is None else comm.Get_size()
         self.is_server = self.rank == 0
@@ -103,10 +103,17 @@ class Communicator:
         self.workers_on_device = 1
         """Number of workers that share this rank's GPU, after `device` has chosen one."""
         self.host = socket.gethostname()
-        self.phase = AT_THE_START
-        """What this rank does, such as "in round 3", for error messages."""
+        self._phase = AT_THE_START
         self._heartbeat: Heartbeat | None = None
         self._ranks_of_node = [0] if comm is None else []
+
+    def limit_pieces(self, max_elements: int) -> None:
+        """Hold at most so many elements a piece from now on (`run.max_elements`), the same on all ranks."""
+        self._max_elements = max_elements
+
+    def begin_phase(self, phase: str) -> None:
+        """Say what this rank does from now on, such as "in round 3": errors name it."""
+        self._phase = phase
 
     @contextmanager
     def heartbeat_timeout(self, timeout_s: float | None) -> Iterator[None]:
@@ -115,7 +122,7 @@ class Communicator:
         A rank sends heartbeats while it waits, and when it calls `heartbeat`. Collective, also at the end and
         after a UserError, which must be raised on all ranks.
         """
-        self.phase = AT_THE_START
+        self._phase = AT_THE_START
         if self._comm is None or timeout_s is None:
             yield
             return
@@ -125,10 +132,10 @@ class Communicator:
             yield
         except UserError:
             self._heartbeat = None
-            heartbeat.end(self.phase)
+            heartbeat.end(self._phase)
             raise
         self._heartbeat = None
-        heartbeat.end(self.phase)
+        heartbeat.end(self._phase)
 
     def heartbeat(self) -> None:
         """Send a heartbeat to the other ranks, if one is due; costs almost nothing."""
@@ -142,7 +149,7 @@ class Communicator:
 
     def blocks(self, row_size: int, num_rows: int) -> list[slice]:
         """Split rows into blocks of at most `max_elements` numbers, and of at least one row."""
-        step = max(1, self.max_elements // max(1, row_size))
+        step = max(1, self._max_elements // max(1, row_size))
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def homes(self, items: Sequence[int], num_items: int, unit: int = 1) -> list[int]:
@@ -343,10 +350,10 @@ class Communicator:
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
         """Convert counts per worker to counts per rank; raise UserError if the sum exceeds `max_elements`."""
-        if sum(counts) > self.max_elements:
+        if sum(counts) > self._max_elements:
             error = UserError(
-                f"run.max_elements={self.max_elements} is too small for a message; allowed: {sum(counts)} or "
-                "more"
+                f"run.max_elements={self._max_elements} is too small for a message; allowed: {sum(counts)} "
+                "or more"
             )
             error.is_on_all_ranks = True
             raise error
@@ -361,8 +368,8 @@ class Communicator:
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
         """Split a flat array into pieces of at most `max_elements`."""
-        for start in range(0, array.size, self.max_elements):
-            yield array[start : start + self.max_elements]
+        for start in range(0, array.size, self._max_elements):
+            yield array[start : start + self._max_elements]
 
     def _gather_array(self, array: np.ndarray, rank_counts: Sequence[int], out: np.ndarray | None) -> None:
         """Collect flat arrays in `out` on rank 0; counts and `out` matter only there. Collective."""
@@ -382,7 +389,7 @@ class Communicator:
             time.sleep(pause_s)
             pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
             if self._heartbeat is not None:
-                self._heartbeat.beat(self.phase)
+                self._heartbeat.beat(self._phase)
 
 
 def open_world() -> Communicator:

@@ -257,7 +257,7 @@ def configure_process(run: RunConfig, world: Communicator) -> torch.device:
         LOG.warning(f"run.threads={run.threads} on {cores} cores is slow; lower it")
     torch.set_num_threads(run.threads)
     set_cuda_arithmetic(run.tf32)
-    world.max_elements = run.max_elements
+    world.limit_pieces(run.max_elements)
     device = world.device(run.device)
     if device.type == "cuda":
         # what an earlier run of this process has kept would count as used

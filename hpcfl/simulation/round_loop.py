@@ -92,7 +92,7 @@ class Simulation:
             began_s = time.monotonic()
             cohort = self._federation.migration.placed(self.cohort(done))
             done += 1
-            self._world.phase = f"in round {done}"
+            self._world.begin_phase(f"in round {done}")
             is_evaluated = done == train.rounds or done % run.eval_every == 0
             after_training = self._round(cohort, is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)

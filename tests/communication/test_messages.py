@@ -35,7 +35,8 @@ class CountingWorld(Communicator):
     """A world that counts the numbers it is given to move, by type."""
 
     def __init__(self, max_elements: int) -> None:
-        super().__init__(open_world()._comm, max_elements)
+        super().__init__(open_world()._comm)
+        self.limit_pieces(max_elements)
         self.moved: Counter[str] = Counter()
         self.largest = 0
 

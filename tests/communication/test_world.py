@@ -64,7 +64,7 @@ def test_shards_are_contiguous_and_even_and_homes_are_the_ranks_that_host_them(w
 @pytest.mark.parametrize("max_elements", [3, 2**27])
 def test_workers_exchange(max_elements: int) -> None:
     world = open_world()
-    world.max_elements = max_elements
+    world.limit_pieces(max_elements)
     count = world.num_workers
 
     def sent(source: int, target: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_workers_exchange(max_elements: int) -> None:
 @pytest.mark.parametrize("max_elements", [3, 2**27])
 def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
     world = open_world()
-    world.max_elements = max_elements
+    world.limit_pieces(max_elements)
     if world.size == 1:
         return
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
@@ -102,7 +102,7 @@ def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
 @pytest.mark.parametrize("max_elements", [3, 2**27])
 def test_a_broadcast_sends_the_server_s_values_to_all_ranks(max_elements: int) -> None:
     world = open_world()
-    world.max_elements = max_elements
+    world.limit_pieces(max_elements)
     for dtype in DTYPES:
         expected = numbers(10, dtype).reshape(2, 5)
         tensor = expected.clone() if world.is_server else torch.zeros(2, 5, dtype=dtype)
@@ -150,7 +150,7 @@ def test_scatter_and_gather_copy_unequal_parts(world: Communicator, offset: int)
 @pytest.mark.mpi
 def test_blocks_above_max_elements_are_refused_on_all_ranks() -> None:
     world = open_world()
-    world.max_elements = 8
+    world.limit_pieces(8)
     fits, too_many = [0] * (world.num_workers - 1) + [8], [0] * (world.num_workers - 1) + [9]
     sent = numbers(9, torch.float32)
     part = world.scatter(sent[:8] if world.is_server else None, fits, torch.float32)
@@ -170,7 +170,7 @@ def test_tensors_mpi_cannot_send_are_refused() -> None:
 @pytest.mark.parametrize("max_elements", [1, 2**27])
 def test_bytes_are_sent_and_received(max_elements: int) -> None:
     world = open_world()
-    world.max_elements = max_elements
+    world.limit_pieces(max_elements)
     assert world.broadcast_bytes(b"hello world" if world.is_server else None) == b"hello world"
     assert world.broadcast_bytes(b"" if world.is_server else None) == b""
     entries = world.gather_bytes(bytes([world.rank]) * 5 * world.rank)
@@ -271,9 +271,9 @@ def test_heartbeats_do_not_accumulate_in_ranks_that_hardly_wait(monkeypatch: pyt
     world = open_world()
     comm = world._comm
     assert comm is not None
-    world.phase = "in round 7 of the run before"
+    world.begin_phase("in round 7 of the run before")
     with world.heartbeat_timeout(60):
-        assert world.phase == "at the start"
+        assert world._phase == "at the start"
         for _ in range(8):
             # the server waits for workers, and beats in each round
             time.sleep(0.1 if world.is_worker else 0)
