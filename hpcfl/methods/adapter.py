@@ -45,7 +45,7 @@ class MethodAdapter:
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        vars(method)["_is_ready"] = True
+        method.forbid_changes()
         if method.layout.parameters != ParameterLayout(method.network).parameters:
             raise TypeError(
                 f"{type(method).__name__} set network after layout and layers were made from another; return "

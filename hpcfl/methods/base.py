@@ -64,8 +64,7 @@ class Method:
     """The setting, such as `method.order=chain`, that makes each client of a round start where the client
     before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
 
-    _is_ready = False
-    """Whether an adapter has taken the method for its rounds."""
+    _is_unchangeable = False
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError for a class whose hooks contradict each other, or that has one misspelt."""
@@ -98,9 +97,14 @@ class Method:
         """Which layers make up the feature extractor, bool [L]."""
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
+    def forbid_changes(self) -> None:
+        """Make setting an attribute raise TypeError: checkpoints would not hold it, nor ranks share it."""
+        # a method may have several adapters, each of which calls this
+        vars(self)["_is_unchangeable"] = True
+
     def __setattr__(self, name: str, value: object) -> None:
-        """Raise TypeError from the first round on: checkpoints would not hold it, nor ranks share it."""
-        if self._is_ready:
+        """Set an attribute; raise TypeError after `forbid_changes`."""
+        if self._is_unchangeable:
             raise TypeError(
                 f"{type(self).__name__}.{name} cannot be set in a round: a resumed run and other ranks would "
                 "not have it; keep it in server_state or client_state"
