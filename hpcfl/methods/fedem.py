@@ -82,11 +82,15 @@ class FedEM(FedAvg):
 
     def client_state(self, clients: Sequence[int]) -> State:
         num_components = self.params.components
-        return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
+        return {
+            "weights": torch.full((len(clients), num_components), 1 / num_components),
+            "has_trained": torch.zeros(len(clients), dtype=torch.bool),
+        }
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         shares = self.sample_shares(clients, down["theta"])
         clients["weights"] = self._mean_shares(clients, shares)
+        clients["has_trained"] = torch.ones_like(clients["has_trained"])
         return Message(per_client={"theta": self._maximise(clients, down["theta"], shares)})
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
@@ -145,12 +149,11 @@ class FedEM(FedAvg):
 
     def _scored_weights(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return pi [C, M] to evaluate components [C, M, P] with."""
-        weights = clients["weights"]
-        # weights of exactly 1/M mean a client that never trained, unless all components are equal
-        is_new = (weights == 1 / self.params.components).all(dim=1, keepdim=True)
-        if self.params.components == 1 or not is_new.any():
+        weights, has_trained = clients["weights"], clients["has_trained"].unsqueeze(1)
+        if has_trained.all():
             return weights
-        return torch.where(is_new, self._mean_shares(clients, self.sample_shares(clients, theta)), weights)
+        of_new = self._mean_shares(clients, self.sample_shares(clients, theta))
+        return torch.where(has_trained, weights, of_new)
 
     def _maximise(
         self,

@@ -484,5 +484,8 @@ def test_a_client_that_never_trained_computes_its_weights_with_the_newest_compon
     assert (everyone[fresh] - 1 / 3).abs().max() > 0.01
     # it is forgotten, and those that trained keep theirs
     assert (run.clients["weights"][fresh] == 1 / 3).all()
-    for client in run.simulation.cohort(0).clients:
-        assert torch.equal(everyone[client], run.clients["weights"][client])
+    trained = list(run.simulation.cohort(0).clients)
+    assert torch.equal(everyone[trained], run.clients["weights"][trained])
+    # of equal ones too, which are those of a client that never trained
+    run.clients["weights"][trained] = 1 / 3
+    assert (run.evaluated()["weights"][trained] == 1 / 3).all()

@@ -297,7 +297,10 @@ STATE = {
         {"theta": (2, P), "buffers": (2, U), "cluster": (N,), "updates": (N, P), "is_known": (N,)}, {}
     ),
     # q_i follows from the data, pi_i and the newest components
-    "fedem": Kept({"theta": (COMPONENTS, P), "buffers": (COMPONENTS, U)}, {"weights": (N, COMPONENTS)}),
+    "fedem": Kept(
+        {"theta": (COMPONENTS, P), "buffers": (COMPONENTS, U)},
+        {"weights": (N, COMPONENTS), "has_trained": (N,)},
+    ),
     "fedrod-hyper": Kept(THETA | AVERAGED | {"hypernetwork": (P_HYPER,)}, {}),
     # theta is the evaluated mixture of `own` and a w_i that nobody keeps
     "apfl": Kept(THETA, {"own": (N, P), "alpha": (N,)} | OWN_MODEL),
