@@ -345,6 +345,10 @@ class MethodAdapter:
         messages = [one for one in given if isinstance(one, Message)]
         with clients.seeding_generators(), unchanged(self._hook(hook), messages, clients.pool):
             yield
+        shape, expected = [*clients.buffers.shape], [len(clients), self.method.layout.buffer_size]
+        # several models of a client have an axis in between
+        if shape[:1] + shape[-1:] != expected:
+            raise ValueError(f"{self._hook(hook)} set clients.buffers of shape {shape}; expected: {expected}")
 
     def _message(self, hook: str, value: Message, count: int) -> Message:
         """Return a hook's message for `count` clients; raise TypeError or ValueError if it is not one."""

@@ -93,7 +93,7 @@ class ClientGroup:
         self.device = worker.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)
         """Running statistics that training and evaluation use and update in place: [C, U], or [C, M, U] of M
-        models a client."""
+        models a client. A hook may set others."""
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
         """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)

@@ -654,6 +654,18 @@ def test_an_attribute_that_a_round_sets_is_refused(hook: str) -> None:
     raises(r"Mistaken\.last cannot be set in a round: a resumed run and othe", **{hook: remember})
 
 
+@pytest.mark.parametrize("hook", ["train", "eval_model"])
+def test_running_statistics_of_another_shape_are_refused(hook: str) -> None:
+    def flatten(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
+        message = getattr(FedAvg, hook)(self, clients, down)
+        clients.buffers = clients.buffers[0]
+        return message
+
+    expected = rf"Mistaken\.{hook} set clients\.buffers of shape \[96\]; expected: \[1, 96\]"
+    with pytest.raises(ValueError, match=expected):
+        run_with(FedAvg, "model.batchnorm=true", **{hook: flatten})
+
+
 def test_the_traffic_of_an_own_tensor_is_counted_by_its_name() -> None:
     def train(self: FedAvg, clients: ClientGroup, down: Message) -> Message:
         mood = Message(per_client={"mood": torch.zeros(len(clients), 2)}, num_clients=len(clients))
