@@ -231,11 +231,12 @@ def values_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def _bounds(limits: Iterable[Any]) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    forms = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
+    forms["min_length"] = "in a list of {} or more"
     return " and ".join(
-        f"{sign} {getattr(limit, name)}"
+        form.format(getattr(limit, name))
         for limit in limits
-        for name, sign in signs.items()
+        for name, form in forms.items()
         if hasattr(limit, name)
     )
 

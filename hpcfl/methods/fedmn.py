@@ -65,11 +65,10 @@ chain and with momentum, and does not count its rounds of pretraining.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, Strict
+from pydantic import Field, PositiveInt, Strict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -96,14 +95,26 @@ from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
 
-Blocks = Annotated[int, Strict(), Field(ge=1, le=64)]
-Width = Annotated[int, Strict(), Field(ge=1, le=2**16)]
+Sizes = list[Annotated[PositiveInt, Strict()]]
+
+
+def _of_paths(name: str, title: str, caption: str) -> Diagnostic:
+    """Return a diagnostic with a value from 0 to 1 for each client and path."""
+    return Diagnostic(
+        name,
+        ("client", "path"),
+        title,
+        caption,
+        low=0,
+        high=1,
+        entries=lambda params: path_names(params.architecture),
+    )
 
 
 class FedMNParams(Params):
-    architecture: list[Blocks] = Field([2, 2, 2])
+    architecture: Sizes = Field([2, 2, 2], min_length=2)
     """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
-    widths: list[Width] | None = None
+    widths: Sizes | None = None
     """Outputs of an encoder, then of a block in each layer but the last. Default: 512, then 256 each (as in
     the authors' code); if the body has F < 512 features, F, then F / 2 each."""
     routing: Routing = "straight"
@@ -152,24 +163,16 @@ class FedMN(TwoPhaseMethod):
         ),
     )
     diagnostics = (
-        Diagnostic(
+        _of_paths(
             "probability",
-            ("client", "path"),
             "How likely each path is open",
             "Probability of each path (column) for each client (row), from a block to one of the next layer "
             "(eq. 10); 0 before a client's first round.",
-            low=0,
-            high=1,
-            entries=lambda params: path_names(params.architecture),
         ),
-        Diagnostic(
+        _of_paths(
             "decision",
-            ("client", "path"),
             "Which paths each client took",
             "1 where a client's last round had the path open (eq. 5).",
-            low=0,
-            high=1,
-            entries=lambda params: path_names(params.architecture),
         ),
     )
     params: FedMNParams
@@ -180,16 +183,16 @@ class FedMN(TwoPhaseMethod):
         super().__init__(context, params)
         self.layers = self.layout.layers("child")
         self.sequential = "method.order=chain" if params.order == "chain" else None
-        names = [layer.name for layer in self.layers]
-        self._is_router = torch.tensor([name == ROUTER for name in names])
-        self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
-        self._is_modular = torch.tensor([name != CLASSIFIER for name in names])
-        self._of_router = columns(self.layers, self._is_router)
+        self._of_router = columns(self.layers, self._named(ROUTER))
         self._steps = torch.where(self._of_router, params.router_lr / context.train.lr, 1.0)
         """Each number's learning rate, in units of `train.lr` [P]."""
-        temperatures = params.temperature, params.final_temperature
         rounds = range(params.pretrain_rounds, context.train.rounds)
+        temperatures = params.temperature, params.final_temperature
         self.decisions = Decisions(self.network, params.routing, temperatures, rounds, context.seed)
+
+    def _named(self, *names: str) -> Tensor:
+        """Return which layers have one of these names, bool [L]."""
+        return torch.tensor([layer.name in names for layer in self.layers])
 
     def make_network(self) -> ModularNetwork:
         context, params = self.context, self.params
@@ -214,8 +217,8 @@ class FedMN(TwoPhaseMethod):
         return round >= self.params.pretrain_rounds
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        mask = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
-        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": mask})
+        names = [ROUTER] if self.needs_request(cohort.round) else ["encoder1", CLASSIFIER]
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self._named(*names)})
 
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         logits = self.logits(clients, down)
@@ -234,11 +237,10 @@ class FedMN(TwoPhaseMethod):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         masks = {name: mask.cpu() for name, mask in down.layer_mask.items()}
-        start = self._joined(down)
+        start, gradient = self._joined(down), self._gradient(clients, clients.scratch)
         # a client does not have the weights of blocks that it did not request
-        received = reduce(torch.logical_or, masks.values()).to(clients.device)
-        has = columns(self.layers, received)
-        gradient = self._gradient(clients, clients.scratch)
+        received = masks["theta"] | masks.get("parts", masks["theta"])
+        has = columns(self.layers, received.to(clients.device))
         theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
         if not self.needs_request(clients.round):
             for statistics in clients.buffers if self.buffers.has_policy("local") else ():
@@ -263,7 +265,7 @@ class FedMN(TwoPhaseMethod):
         total, samples = None, cohort.num_samples.unsqueeze(1)
         if self.params.aggregation == "sum" and self.needs_request(cohort.round):
             # where the total is 0, the server's weights stay
-            total = samples.sum() * self._is_modular
+            total = samples.sum() * ~self._named(CLASSIFIER)
         weights = {name: mask * samples for name, mask in up.sent.layer_mask.items()}
         old = dict.fromkeys(weights, server["theta"])
         server["theta"] = self._joined(layer_means(up, weights, self.layers, old, total))
@@ -286,23 +288,17 @@ class FedMN(TwoPhaseMethod):
             return None
         steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
 
-        def known(batch: Batch) -> Tensors:
-            tensors = {name: rows[batch.members] for name, rows in fixed.items()}
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            tensors = {"theta": theta} | {name: rows[batch.members] for name, rows in fixed.items()}
             if rate:
                 tensors["dropout_mask"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
-            return tensors
-
-        plain = clients.gradient_with_constants(self._loss, known)
-
-        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            slopes, losses = plain(theta, batch)
-            return slopes * steps, losses
+            slopes, losses = clients.gradient(self._loss, tensors, batch)
+            return slopes["theta"] * steps, losses
 
         return gradient
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        theta = tensors["theta"]
-        decision = tensors["decision"].detach()
+        theta, decision = tensors["theta"], tensors["decision"].detach()
         if "slope" in tensors and self.params.routing != "open":
             logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
             # the decision itself, with the derivative of v (straight-through)
@@ -370,11 +366,6 @@ class FedMN(TwoPhaseMethod):
 def _check(params: FedMNParams, rounds: int) -> None:
     """Raise UserError for hyper-parameters that do not go together."""
     sizes, widths, pretraining = params.architecture, params.widths, params.pretrain_rounds
-    if len(sizes) < 2:
-        raise UserError(
-            f"method.architecture={sizes} needs a layer of encoders and one of blocks at least, such as "
-            "[2,2,2]"
-        )
     if widths is not None and len(widths) != len(sizes) - 1:
         raise UserError(
             f"method.widths={widths} does not go with method.architecture={sizes}; allowed: "

@@ -103,7 +103,7 @@ MISTAKES = [
     (["train.unseen_epochs=3"], "needs data.unseen_clients; set that, or train.unseen_epochs=null"),
     (["data.unseen_clients=0.3", "method.name=heurpfedla", "method.server=sharded"], "go with method.server"),
     (["data.unseen_clients=0.5", "method.name=fedfomo", "method.models=5"], "0 to 4, as there are 5 clients"),
-    (["method.name=fedmn", "method.architecture=[2]"], "needs a layer of encoders and one of blocks"),
+    (["method.name=fedmn", "method.architecture=[2]"], "each VALUE an integer > 0 in a list of 2 or more"),
     (["method.name=fedmn", "method.architecture=[2,0]"], "method.architecture"),
     (["method.name=fedmn", "method.widths=[8]"], "method.architecture=[2, 2, 2]; allowed: 2 widths"),
     (["method.name=fedmn", "method.pretrain_rounds=3", "train.rounds=3"], "3 leaves none of train.rounds=3"),
