@@ -17,10 +17,9 @@ import torch
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
-from hpcfl.config.key_errors import OF_PYTHON
 from hpcfl.config.keys import Config, flatten
 from hpcfl.config.load import allow_named
-from hpcfl.config.own_code import add_class, allow_files, check_options, class_code, digest
+from hpcfl.config.own_code import OF_PYTHON, add_class, allow_files, check_options, class_code, digest
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.npz import IMAGE_CHANNELS
 from hpcfl.data.sources import SOURCES, Source

@@ -278,7 +278,7 @@ def test_a_run_object_reads_no_other_run(tmp_path: Path) -> None:
 def test_a_run_of_a_class_says_where_its_page_is(tmp_path: Path) -> None:
     with forgetting_own_code():
         run(method=defined_by(SCALED.replace("FACTOR", "0.5")), out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"method\.name=scaled is a class that a script gave to hpcfl\.run"):
+    with pytest.raises(UserError, match=r"method\.name=scaled is what a script gave to hpcfl\.run"):
         load_run(tmp_path / "run")
 
 
@@ -355,7 +355,7 @@ def test_a_dataset_may_be_the_source(tmp_path: Path, has_channels: bool) -> None
     with pytest.raises(UserError, match=r"data\.source"):
         run(keys, dataset=TensorDataset(1 - images, labels), out=tmp_path / "run")
     del SOURCES[found.config.data.source]
-    with pytest.raises(UserError, match=r"a data set that a script gave to hpcfl\.run; call it again"):
+    with pytest.raises(UserError, match=r"is what a script gave to hpcfl\.run; call it again"):
         load_run(tmp_path / "run")
 
 

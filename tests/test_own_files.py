@@ -261,12 +261,12 @@ def test_a_moved_own_file_is_the_same_and_another_name_replaces_it(files: dict[s
 def test_names_and_files_that_do_not_match_are_refused(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    kind, name_key, other = KINDS[key]
+    _, name_key, other = KINDS[key]
     message = refused(capsys, f"{key}={files[key]}", f"{name_key}={other}", *TINY)
     assert f"{name_key}={other} does not go with {key}={files[key]}" in message
     name = files[key].stem
     message = refused(capsys, f"{name_key}={name}", *TINY)
-    assert f"{name_key}={name} is a {kind} in your own file; also give {key}=FILE.py" in message
+    assert f"{name_key}={name} is in a file of your own; also give {key}=FILE.py" in message
 
 
 def test_the_name_of_a_file_keeps_it_and_null_removes_it(files: dict[str, Path], tmp_path: Path) -> None:
@@ -297,11 +297,11 @@ UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n
         (METHOD, "x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
         (METHOD, TWO_METHODS, " defines 2 classes derived from Method (A, B); it needs one"),
         (METHOD, NAMED, " defines fedavg, but that name is already in use; choose another"),
-        (METHOD, CODE, ": TrimmedMeanParams has code, but method.code is reserved; rename it"),
+        (METHOD, CODE, ": method.code is reserved; rename code of TrimmedMeanParams"),
         (MODEL, "x = 1\n", " defines 0 instances of Model (none); it needs one"),
         (READER, NO_READ, " defines 0 instances of Source with a read (none); it needs one"),
         (PARTITION, UNCHECKED, ": its options must be a class derived from PartitionOptions"),
-        (PARTITION, PATH, ": HalvesOptions has path, but data.partition.path is reserved; rename it"),
+        (PARTITION, PATH, ": data.partition.path is reserved; rename path of HalvesOptions"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(
@@ -328,10 +328,11 @@ OWNED = "Arrays(x, y, 8, 255.0, (0.5,), (0.5,),"
 @pytest.mark.parametrize(
     ("key", "old", "new", "expected"),
     [
-        (METHOD, "Field(1, ge=0)", "'one'", ": the default 'one' of left_out is not allowed: In"),
-        (METHOD, "Field(1, ge=0)", "float('inf')", ": the default inf of left_out is not allowed: Input"),
+        (METHOD, "Field(1, ge=0)", "'one'", "method.left_out=one is invalid; allowed: an integer (def"),
+        (METHOD, "Field(1, ge=0)", "float('inf')", "left_out=inf is invalid; allowed: an integer (default"),
         (METHOD, "Field(1, ge=0)", "Field(ge=0)", "method.left_out is not given and has no default; "),
-        (METHOD, "Field(1, ge=0)", "Field(-1, ge=0)", ": the default -1 of left_out is not allowed: Input"),
+        (METHOD, "Field(1, ge=0)", "Field(-1, ge=0)", "left_out=-1 is invalid; allowed: an integer >="),
+        (METHOD, "int = Field(1, ge=0)", "object = object()", "'object'>, so config.yaml cannot have it; "),
         (PARTITION, "= options.samples", "= -1", f"{TABLE} has the count -1; allowed: 0 or more"),
         (PARTITION, "np.int64", "float", f"{TABLE} is float64 (4, 10); it must be int64 [clients, classes],"),
         (PARTITION, "return counts", "return counts[1:]", f"{TABLE} is int64 (3, 10); it must be int64 ["),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcfl import __version__
-from hpcfl.config.key_errors import OTHER_WORDS
 from hpcfl.config.keys import GROUPS
 from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError
@@ -35,8 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"(?<!\S)--?([a-z]+[\w.]*)(?:[= ]([^\s-]\S*))?", message)
-        known = [(word if "." in word else OTHER_WORDS.get(word), value) for word, value in words]
-        keys = " ".join(f"{key}={value or 'VALUE'}" for key, value in known if key)
+        keys = " ".join(f"{word}={value or 'VALUE'}" for word, value in words if "." in word)
         hint = f"keys have no dashes, write {keys}; " if keys else ""
         raise UserError(f"{message}; {hint}see {self.prog} --help")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hpcfl.config.keys import GROUPS, Settings, flatten
+from hpcfl.config.keys import GROUPS, Settings
 from hpcfl.config.registry import Registry
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean
@@ -30,7 +29,7 @@ class FileKeys(Settings):
         for key in given if isinstance(given, dict) else ():
             if key not in cls.model_fields:
                 if str(key).partition(".")[0] in cls.model_fields:
-                    raise ValueError(dotted_key(str(key), given[key]))
+                    raise ValueError(f"{key} {HAS_DOT}")
                 near = did_you_mean(str(key), cls.model_fields)
                 if key in GROUPS and "settings" in cls.model_fields:
                     near = "; write it under settings"
@@ -46,40 +45,25 @@ def validate_file(path: Path, tree: Mapping[str, Any], kind: type[Keys]) -> Keys
         raise UserError(f"{path}{_first_mistake(error, tree)}") from error
 
 
-OF_TYPE = {
-    "list_type": "it must be a list, such as [0, 1]",
-    "model_type": "it must be a group of keys",
-    "string_type": "it must be a text",
-}
-"""What to say of a value of another type than the one expected, by pydantic's name of the mistake."""
-
-
 def _first_mistake(error: ValidationError, tree: Any) -> str:
     """Say where the first mistake is, such as ", row 2 (FedAvg): published=-1 is invalid: ..."."""
     first = error.errors()[0]
-    is_missing = first["type"] == "missing"
     place: list[str] = []
-    for number, key in enumerate(first["loc"], 1):
+    for key in first["loc"]:
         if isinstance(tree, list) and isinstance(key, int):
             tree = tree[key]
             label = tree.get("label") if isinstance(tree, dict) else None
             place[-1] = f"{place[-1].removesuffix('s')} {key + 1}" + (f" ({label})" if label else "")
         # pydantic's path names the kinds of entries as well
-        elif isinstance(tree, dict) and (key in tree or (is_missing and number == len(first["loc"]))):
+        elif isinstance(tree, dict) and key in tree:
             place.append(str(key))
-            tree = tree.get(key)
+            tree = tree[key]
     said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    said = OF_TYPE.get(first["type"], said)
-    if first["type"] == "too_short":
-        said = f"give {first['ctx']['min_length']} or more"
-    if first["type"] == "union_tag_invalid":
-        tag = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
-        said = f"{tag['discriminator']}={tag['tag']} is unknown; allowed: {tag['expected_tags']}"
-    if first["type"] == "union_tag_not_found":
-        place.append(first["ctx"]["discriminator"].strip("'"))
-        is_missing = True
-    if is_missing:
-        said = f"{place.pop()} is missing"
+    said = said.partition(" or instance of ")[0]
+    if first["type"] == "missing":
+        said = f"{first['loc'][-1]} is missing"
+    elif first["type"] == "union_tag_not_found":
+        said = f"{first['ctx']['discriminator']} is missing".replace("'", "")
     elif not isinstance(first["input"], dict):
         said = f"{place.pop()}={first['input']!r} is invalid: {said}"
     return "".join(f", {one}" for one in place) + f": {said}"
@@ -90,18 +74,11 @@ def one_of(key: str, value: Any, names: Collection[str]) -> str:
     # a list, as the value may have any type
     if value not in [*names]:
         hint = did_you_mean(str(value), names)
-        if str(value).startswith(OF_PYTHON):
-            raise UserError(
-                f"{key}={value} is a data set that a script gave to hpcfl.run; call it again with the same "
-                "one, or look at the report.html that it wrote"
-            )
-        mistake = f"{key} has no value" if value is None else f"{key}={value} is unknown"
-        raise UserError(f"{mistake}; allowed: {', '.join(names)}{hint}")
+        raise UserError(f"{key}={shown(value)} is unknown; allowed: {', '.join(names)}{hint}")
     return str(value)
 
 
-OF_PYTHON = "dataset-"
-"""How the names of sources begin that `hpcfl.run` makes."""
+HAS_DOT = "has a dot, which is for the command line; in a YAML file write it as train: {rounds: 50}"
 
 RENAMED = {
     "comm.keep": "comm.topk_ratio",
@@ -120,11 +97,9 @@ OTHER_WORDS = {
     "data.partition.alpha": "data.partition.beta",
     "algo": "method.name",
     "global_rounds": "train.rounds",
-    "gr": "train.rounds",
     "num_rounds": "train.rounds",
     "num_server_rounds": "train.rounds",
     "join_ratio": "train.participation",
-    "jr": "train.participation",
     "fraction_fit": "train.participation",
     "fraction_train": "train.participation",
     "epochs": "train.local_epochs",
@@ -132,22 +107,15 @@ OTHER_WORDS = {
     "local_learning_rate": "train.lr",
     "learning_rate_decay": "train.lr_decay",
     "learning_rate_decay_gamma": "train.lr_decay",
-    "ldg": "train.lr_decay",
-    "ls": "train.local_epochs",
-    "lbs": "train.batch_size",
     "eval_gap": "run.eval_every",
-    "eg": "run.eval_every",
     "auto_break": "train.patience",
-    "nc": "data.clients",
     "num_new_clients": "data.unseen_clients",
-    "nnc": "data.unseen_clients",
     "fine_tuning_epoch_new": "train.unseen_epochs",
     "client_drop_rate": "clients.drop_rate",
     "train_slow_rate": "clients.slowness",
     "gpu": "run.device",
     "cuda": "run.device",
     "device_id": "run.device",
-    "did": "run.device",
 }
 """Keys by the words of other frameworks, with any group or with one."""
 
@@ -155,7 +123,7 @@ OTHER_WORDS = {
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
     if key in known:
-        return dotted_key(key, value)
+        return f"{key} {HAS_DOT}"
     if key in RENAMED:
         return f"{key}={shown(value)}: this key is now {RENAMED[key]}"
     owners: dict[str, list[str]] = {}
@@ -170,20 +138,8 @@ def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str
     if near:
         place = f" of {' or '.join(owners[near])}" if near in owners and near not in known else ""
         return f"{beginning} the nearest known one is {near}{place}; see hpcfl list keys {near}"
-    group = key.rpartition(".")[0]
-    siblings = [name for name in known if name.rpartition(".")[0] == group]
-    return (
-        f"{beginning} allowed: {', '.join(siblings or GROUPS)}; "
-        f"see hpcfl list keys{f' {group}' if siblings else ''}"
-    )
-
-
-def dotted_key(key: str, value: Any) -> str:
-    """Say how a key with dots, or the first one below it, is written in a YAML file."""
-    whole, value = next(iter((flatten({key: value}) or {key: value}).items()))
-    group, *names = whole.split(".")
-    written = reduce(lambda inner, name: f"{{{name}: {inner}}}", reversed(names), shown(value))
-    return f"{key} has a dot, which is for the command line; in a YAML file write {group}: {written}"
+    siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+    return f"{beginning} allowed: {', '.join(siblings or GROUPS)}; see hpcfl list keys"
 
 
 def nearest_key(key: str, known: Collection[str]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from hpcfl.config.key_errors import allowed, one_of, shown, unknown_key
 from hpcfl.config.keys import (
@@ -18,18 +19,14 @@ from hpcfl.config.keys import (
     SERVER_DEFAULTS,
     SHIFT_STRENGTHS,
     Chosen,
-    ClientsConfig,
-    CommConfig,
     Config,
-    DataConfig,
     Optimiser,
     ServerConfig,
     Settings,
-    TrainConfig,
     flatten,
     recorded_name,
 )
-from hpcfl.config.own_code import allow, class_code, is_own
+from hpcfl.config.own_code import OF_PYTHON, allow, class_code, is_own
 from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
@@ -40,10 +37,29 @@ ADAM_LR = 0.001
 DEFAULT_CLIENTS = 10
 """Number of clients if neither the user nor the data gives one."""
 
-Group = TypeVar("Group", bound=Settings)
-
-Need = tuple[str, bool, str]
-"""A key, whether what it needs is there, and what that is."""
+NEEDS = (
+    ("data.target data.categorical data.missing data.client_column", "data.source=csv"),
+    ("data.client_column", "data.partition.name=given"),
+    ("data.image_size", "data.source=domains"),
+    ("data.subset_fraction", "data.subset_per_class=null"),
+    ("data.shift_groups data.shift_strength", "data.shift"),
+    ("data.label_noise_clients", "data.label_noise"),
+    ("train.lr_end", "train.lr_decay=1.0"),
+    ("train.unseen_epochs", "data.unseen_clients"),
+    ("train.momentum", "train.optimiser=null"),
+    ("train.beta1 train.beta2 train.epsilon", "train.optimiser=adam or adamw"),
+    ("clients.candidates", "clients.sampling=power_of_choice"),
+    ("clients.slowness clients.bytes_per_s clients.deadline_s", "clients.step_s"),
+    ("comm.topk_ratio comm.error_feedback", "comm.codec=topk"),
+    ("privacy.clip privacy.noise privacy.delta", "privacy.unit=client or sample"),
+    ("privacy.unit", "privacy.clip"),
+    ("privacy.unit", "privacy.noise"),
+    ("privacy.unit", "comm.codec=none"),
+    ("privacy.unit", "run.on_divergence=stop"),
+    ("privacy.unit", "clients.sampling=null"),
+    ("privacy.unit", "train.patience=null"),
+)
+"""Keys, and what they need: a key that is not null, or one with these values."""
 
 
 def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
@@ -118,13 +134,12 @@ def merge(
     for key, value in pairs:
         node = changed
         *groups, last = key.split(".")
-        for depth, group in enumerate(groups, start=1):
+        for group in groups:
             if node.get(group) is None:
                 node[group] = {}
             node = node[group]
             if not isinstance(node, dict):
-                whole = ".".join(groups[:depth])
-                raise UserError(f"{whole}={node} is a group of keys, such as {key}; leave {whole}={node} out")
+                raise UserError(f"{key} needs a group of keys, not {group}={node}; leave {group}={node} out")
         node[last] = value
     return changed
 
@@ -163,28 +178,25 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
     """
     group, _, path_key = registry.own_key.rpartition(".")
     path, name = given.pop(path_key, None), given.get(name_key)
-    kind = "source" if name_key == "source" else group.removeprefix("data.")
     if path is None:
         if is_own(registry.own_key, str(name)):
             raise UserError(
-                f"{group}.{name_key}={name} is a {kind} in your own file; also give "
-                f"{registry.own_key}=FILE.py"
+                f"{group}.{name_key}={name} is in a file of your own; also give {registry.own_key}=FILE.py"
             )
-        if (digest := class_code(registry.own_key, str(name))) is None:
-            if "code" in given and name not in registry.known:
-                raise UserError(
-                    f"{group}.{name_key}={name} is a class that a script gave to hpcfl.run; call it again "
-                    "with the same one, or look at the report.html that it wrote"
-                )
-            return {}
-        # that of the class at hand: whoever resumes a run compares it with the recorded one
-        given.pop("code", None)
-        return {"code": digest}
+        if digest := class_code(registry.own_key, str(name)):
+            # that of the class at hand: whoever resumes a run compares it with the recorded one
+            given.pop("code", None)
+            return {"code": digest}
+        if ("code" in given or str(name).startswith(OF_PYTHON)) and str(name) not in registry.known:
+            raise UserError(
+                f"{group}.{name_key}={name} is what a script gave to hpcfl.run; call it again with the same, "
+                "or look at the report.html that it wrote"
+            )
+        return {}
     own, code = registry.add_own(str(path), given.pop("code", None))
     if recorded_name(str(given.get(name_key, own))) != recorded_name(own):
         raise UserError(
-            f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, whose {kind} is {own}; "
-            "drop one"
+            f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, which is {own}; drop one"
         )
     given[name_key] = own
     return {path_key: str(Path(str(path)).resolve()), "code": code}
@@ -196,138 +208,77 @@ def _check_names(
     """Raise UserError for a key that is in no group's class."""
     known = [*(f"{group}.name" for group in registries.by_group), *OWN_KEYS]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
-    unknown = [
-        key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
-    ]
+    unknown = {str(name): value for name, value in tree.items() if name not in GROUPS}
     for group in kinds:
         for key, value in given[group].items():
             if (name := f"{group}.{key}") not in known or "." in key:
-                unknown += flatten({name: value}) or [name]
+                unknown[name] = value
     if unknown:
-        value = flatten({**given, **tree}).get(unknown[0], "")
-        raise UserError(unknown_key(unknown[0], value, known, registries.by_group))
+        key, value = next(iter((flatten(unknown) or unknown).items()))
+        raise UserError(unknown_key(key, value, known, registries.by_group))
 
 
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
-    data, train = config.data, config.train
-    for key, is_met, needed in (
-        *_needs_of_data(data, config.partition.name, sources),
-        *_needs_of_train(train, data),
-        *_needs_of_clients(config.clients),
-        *_needs_of_comm(config.comm),
-        *_needs_of_server(config.server),
-        *_needs_of_privacy(config),
-    ):
-        group, _, name = key.partition(".")
-        value = getattr(getattr(config, group), name)
-        if value is not None and not is_met:
-            raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
-    if data.source == "csv" and config.partition.name == "given" and data.client_column is None:
-        raise UserError(
-            "data.partition.name=given with data.source=csv needs data.client_column=COLUMN, the client of "
-            "each row; set that, or another data.partition.name"
-        )
-    if train.optimiser is not None and train.momentum:
-        raise UserError(
-            f"train.momentum={train.momentum:g} does not go with train.optimiser={train.optimiser}, which "
-            "has train.beta1 instead; set train.momentum=0"
-        )
-    if config.run.eval_split == "val" and not data.val_fraction:
-        raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
-    if data.clients is not None:
-        # UserError if no client would be left to train
-        data.num_unseen(data.clients)
+    values = flatten(config.tree())
+    plain = [(keys, _is_met(needed, values), needed) for keys, needed in NEEDS]
+    for keys, is_met, needed in (*plain, *_needs_of_data(config, sources), *_needs_of_training(config)):
+        for key in keys.split():
+            group, _, name = key.partition(".")
+            value, default = values[key], COMMON[group].model_fields[name].default
+            if value != default and not is_met:
+                raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}={shown(default)}")
 
 
-def _needs_of_data(data: DataConfig, partition: str, sources: Registry) -> Iterator[Need]:
+def _is_met(needed: str, values: Mapping[str, Any]) -> bool:
+    key, _, allowed_values = needed.partition("=")
+    value = values[key]
+    return shown(value) in allowed_values.split(" or ") if allowed_values else value is not None
+
+
+def _needs_of_data(config: Config, sources: Registry) -> Iterator[tuple[str, bool, str]]:
+    """Yield keys, whether what they need is there, and what that is."""
+    data = config.data
     readers = [name for name, source in sources.known.items() if source.path_names or source.read]
-    is_given = partition == "given"
     yield "data.path", data.source in readers, f"data.source={' or '.join(readers)}"
-    for key in ("target", "categorical", "missing", "client_column"):
-        yield f"data.{key}", data.source == "csv", "data.source=csv"
-    yield "data.client_column", is_given, "data.partition.name=given"
-    yield "data.image_size", data.source == "domains", "data.source=domains"
     whole = "another data.partition.name than given, whose clients keep all their samples"
     if sources.known[data.source].samples_overlap:
         whole = "a data.source whose samples share no characters"
-    for key, other in (("subset_fraction", "subset_per_class"), ("subset_per_class", "subset_fraction")):
-        yield f"data.{key}", not is_given, whole
-        yield f"data.{key}", getattr(data, other) is None, f"data.{other}=null"
-    for key in ("shift_groups", "shift_strength"):
-        yield f"data.{key}", data.shift is not None, "data.shift"
+    yield "data.subset_fraction data.subset_per_class", config.partition.name != "given", whole
     if data.shift is not None:
         kind, largest = f"data.shift={data.shift}", SHIFT_STRENGTHS[data.shift][1]
         yield "data.shift_strength", data.shift_size <= largest, f"to be at most {largest:g} with {kind}"
         is_free = data.shift != "rotation" or data.shift_groups is None
         yield "data.shift_strength", is_free, f"data.shift_groups=null with {kind}"
-    yield "data.label_noise_clients", bool(data.label_noise), "data.label_noise"
-
-
-def _needs_of_train(train: TrainConfig, data: DataConfig) -> Iterator[Need]:
-    yield "train.lr_decay_rounds", train.lr_decay < 1, "train.lr_decay below 1"
-    yield "train.lr_end", train.lr_decay == 1, "train.lr_decay=1"
-    yield "train.lr_end", (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"
-    yield "train.patience", data.val_fraction > 0, "data.val_fraction, such as 0.2"
-    yield "train.unseen_epochs", bool(data.unseen_clients), "data.unseen_clients"
-    for key in ("beta1", "beta2", "epsilon"):
-        yield f"train.{key}", train.optimiser is not None, "train.optimiser=adam or adamw"
-
-
-def _needs_of_clients(clients: ClientsConfig) -> Iterator[Need]:
-    chooses = clients.sampling == "power_of_choice"
-    yield "clients.candidates", chooses, "clients.sampling=power_of_choice"
-    for key in ("slowness", "bytes_per_s", "deadline_s"):
-        yield f"clients.{key}", clients.has_clock, "clients.step_s"
-
-
-def _needs_of_comm(comm: CommConfig) -> Iterator[Need]:
-    coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
-    for key in ("topk_ratio", "error_feedback"):
-        yield f"comm.{key}", comm.codec == "topk", "comm.codec=topk"
-    yield "comm.directions", comm.codec in coding, f"comm.codec={' or '.join(coding)}"
-
-
-def _needs_of_server(server: ServerConfig) -> Iterator[Need]:
-    for key in (key for key in ServerConfig.model_fields if key != "optimiser"):
-        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
-        yield f"server.{key}", server.optimiser in having, f"server.optimiser={' or '.join(having)}"
-
-
-def _needs_of_privacy(config: Config) -> Iterator[Need]:
-    privacy, train, data = config.privacy, config.train, config.data
-    for key in ("clip", "noise", "delta"):
-        yield f"privacy.{key}", privacy.unit is not None, "privacy.unit=client or sample"
-    for key in ("clip", "noise"):
-        is_there = getattr(privacy, key) is not None
-        yield "privacy.unit", is_there, f"privacy.{key}, such as privacy.{key}=1"
-    yield "privacy.unit", config.comm.codec == "none", "comm.codec=none"
-    yield "privacy.unit", config.run.on_divergence == "stop", "run.on_divergence=stop"
-    yield "privacy.unit", config.clients.sampling is None, "clients.sampling=uniform"
-    yield "privacy.unit", train.patience is None, "train.patience=null"
     yield "privacy.unit", data.missing != "mean", "a data.missing other than mean"
     yield "privacy.unit", data.normalise != "standard", "a data.normalise other than standard"
-    if privacy.unit == "client":
-        are_all_there = "clients that are not lost: clients.drop_rate=0 and clients.deadline_s=null"
-        yield "privacy.unit", not config.clients.loses_members, are_all_there
-    if privacy.unit == "sample":
-        yield "privacy.unit", train.precision == "float32", "train.precision=float32"
+
+
+def _needs_of_training(config: Config) -> Iterator[tuple[str, bool, str]]:
+    train, comm, unit = config.train, config.comm, config.privacy.unit
+    yield "train.lr_decay_rounds", train.lr_decay < 1, "train.lr_decay below 1"
+    yield "train.lr_end", (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"
+    yield "train.patience run.eval_split", config.data.val_fraction > 0, "data.val_fraction, such as 0.2"
+    coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
+    yield "comm.directions", comm.codec in coding, f"comm.codec={' or '.join(coding)}"
+    for key in (key for key in ServerConfig.model_fields if key != "optimiser"):
+        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
+        yield f"server.{key}", config.server.optimiser in having, f"server.optimiser={' or '.join(having)}"
+    are_all_there = "clients that are not lost: clients.drop_rate=0 and clients.deadline_s=null"
+    yield "privacy.unit", unit != "client" or not config.clients.loses_members, are_all_there
+    yield "privacy.unit", unit != "sample" or train.precision == "float32", "train.precision=float32"
 
 
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = next(iter(COMMON[group].model_fields)) if group in COMMON else "name"
-        raise UserError(
-            f"{group}={value} is invalid: {group} is a group of keys, such as {group}.{example}; see "
-            f"hpcfl list keys {group}"
-        )
+        raise UserError(f"{group}={value} is invalid: it is a group of keys; see hpcfl list keys {group}")
     return {str(key): entry for key, entry in (value or {}).items()}
 
 
 def _validate(
-    group: str, kind: type[Group], values: Mapping[str, Any], of_method: Mapping[str, Any]
-) -> Group:
+    group: str, kind: type[Settings], values: Mapping[str, Any], of_method: Mapping[str, Any]
+) -> Settings:
     """Return the keys of a group as an object of their class; `of_method`: defaults that a method changes."""
 
     def rule(key: str) -> str:
@@ -340,14 +291,18 @@ def _validate(
             raise UserError(f"{group}.{key}={shown(value)} is invalid; {rule(key)}")
     try:
         made = kind.model_validate(values)
+        made.model_dump(mode="json")
+    except PydanticSerializationError as error:
+        raise UserError(f"{group}: {error}, so config.yaml cannot have it; give it another type") from error
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:
             raise UserError(f"{group}: {first['msg'].removeprefix('Value error, ')}") from error
         key = str(first["loc"][0])
-        if key not in values:
+        if first["type"] == "missing":
             raise UserError(f"{group}.{key} is not given and has no default; {rule(key)}") from error
-        raise UserError(f"{group}.{key}={shown(values[key])} is invalid; {rule(key)}") from error
+        value = values.get(key, first["input"])
+        raise UserError(f"{group}.{key}={shown(value)} is invalid; {rule(key)}") from error
     for key, value in made:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise UserError(f"{group}.{key}={shown(value)} is a number beyond 64 bits; {rule(key)}")
@@ -356,8 +311,6 @@ def _validate(
 
 def _split(override: str) -> tuple[str, Any]:
     key, _, text = override.partition("=")
-    if not key:
-        raise UserError(f"{override!r} names no key; settings are key=value, such as train.rounds=50")
     try:
         return key, parse_yaml(text)
     except ValueError:

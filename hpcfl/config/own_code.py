@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
-from pydantic_core import PydanticSerializationError
 
 from hpcfl.config.keys import Settings
 from hpcfl.errors import DifferentTensorsError, UserError, one_line
 
-PACKAGE = Path(__file__).parents[1]
-
 OWN_MODULE = "hpcfl_own_"
 """Prefix of the module names of such files."""
+
+OF_PYTHON = "dataset-"
+"""How the names of sources begin that `hpcfl.run` makes."""
 
 RESERVED_OPTIONS = ("name", "path", "code")
 """Keys of every group with a `name`; no option may have one of these names."""
@@ -36,8 +35,7 @@ _added: dict[tuple[str, str], Path] = {}
 """The file that has added a name, by its key and this name."""
 
 _allowed: set[bytes] = set()
-"""SHA-256 of the files that may run."""
-
+"""Texts of the files that may run."""
 
 _classes: dict[tuple[str, str], str] = {}
 """The digest of a class given to `hpcfl.run`, by the key of files of its kind and its name."""
@@ -57,8 +55,12 @@ def _of_class(given: type, inside: set[int]) -> list[str]:
     known = ("hpcfl.", "pydantic.")
     own = [kind for kind in given.__mro__ if kind is not object and not kind.__module__.startswith(known)]
     items = [item for kind in own for item in vars(kind).items() if item[0] not in ("name", "summary")]
-    of_python = [name for name, value in items if name.startswith("__") and not inspect.isfunction(value)]
-    return [text for name, value in items if name not in of_python for text in [name, *_texts(value, inside)]]
+    written = [(name, value) for name, value in items if inspect.isfunction(value) or name[:2] != "__"]
+    return [text for name, value in written for text in [name, *_texts(value, inside)]]
+
+
+_INSIDE = ("fget", "fset", "fdel", "__func__", "func", "args", "keywords")
+"""Attributes of what Python wraps functions in that have the functions and their arguments."""
 
 
 def _texts(value: Any, inside: set[int]) -> list[str]:
@@ -68,18 +70,10 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
     """
     if id(value) in inside:
         return []
-    if isinstance(value, property):
-        parts: Iterable[Any] = (value.fget, value.fset, value.fdel)
-    elif isinstance(value, staticmethod | classmethod):
-        parts = (value.__func__,)
-    elif isinstance(value, cached_property):
-        parts = (value.func,)
-    elif isinstance(value, partial | partialmethod):
-        parts = (value.func, value.args, value.keywords)
-    elif isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = value
+    if isinstance(value, property | staticmethod | classmethod | cached_property | partial | partialmethod):
+        parts: Iterable[Any] = [getattr(value, name) for name in _INSIDE if hasattr(value, name)]
+    elif isinstance(value, dict | list | tuple):
+        parts = value.items() if isinstance(value, dict) else value
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, field.name) for field in fields(value)]
     elif inspect.isfunction(value):
@@ -161,10 +155,6 @@ class OwnFile:
     def place(self) -> str:
         return f"{self.key}={self.path}"
 
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
     def only(self, is_wanted: Callable[[Any], bool], wanted: str) -> Any:
         """Return the only object of a kind that the file defines; UserError if it defines none or several."""
         found = {name: value for name, value in vars(self.module).items() if is_wanted(value)}
@@ -214,26 +204,7 @@ def check_options(place: str, group: str, options: type[Settings], base: type[Se
         raise UserError(f"{place}: its options must be a class derived from {base.__name__}")
     for key in RESERVED_OPTIONS:
         if key in options.model_fields:
-            raise UserError(
-                f"{place}: {options.__name__} has {key}, but {group}.{key} is reserved; rename it"
-            )
-    try:
-        options.model_validate({}).model_dump(mode="json")
-    except ValidationError as error:
-        # a key without a default is the user's to give, and so are keys that do not go together
-        wrong = [one for one in error.errors() if one["type"] != "missing" and one["loc"]]
-        if wrong:
-            value, name = wrong[0]["input"], wrong[0]["loc"][0]
-            raise UserError(
-                f"{place}: the default {value!r} of {name} is not allowed: {wrong[0]['msg']}"
-            ) from error
-    except PydanticSerializationError as error:
-        raise UserError(
-            f"{place}: a default of {options.__name__} cannot be written to config.yaml: {one_line(error)}"
-        ) from error
-    except Exception:
-        # of a validator of the user's that needs a key without a default
-        pass
+            raise UserError(f"{place}: {group}.{key} is reserved; rename {key} of {options.__name__}")
 
 
 def digest(source: bytes | memoryview) -> str:
@@ -249,7 +220,7 @@ def allow(key: str, path: str) -> None:
     Raises:
         UserError: there is no such file.
     """
-    _allowed.add(hashlib.sha256(_read(key, path)).digest())
+    _allowed.add(_read(key, path))
 
 
 def allow_files(paths: str | Path | Sequence[str | Path]) -> None:
@@ -282,7 +253,7 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
             f"{place} is not the file of this configuration: its code is {code}, not {expected}; bring that "
             f"version back, or delete the key {group}.code to run the file as it is now"
         )
-    if hashlib.sha256(source).digest() not in _allowed:
+    if source not in _allowed:
         raise UserError(
             f"{place}: refused to run this Python file, which your command does not name; read it, then add "
             f"--own-code {shlex.quote(path)} (in Python: own_code=...)"
@@ -314,23 +285,15 @@ def mistake_in_own_code(error: BaseException) -> str | None:
     that names a class of it, as errors of hooks do; None for any other, such as a bug below a user's call."""
     text = "; ".join([one_line(error), *getattr(error, "__notes__", ())])
     modules = [module for name, module in sys.modules.items() if name.startswith(OWN_MODULE)]
-    files = {module.__file__ for module in modules}
+    files = [str(module.__file__) for module in modules]
+    known = (*files, str(Path(__file__).parents[1]))
     for one in filter(None, (error, error.__cause__)):
         # not those in other libraries
-        frames = [
-            frame
-            for frame in traceback.extract_tb(one.__traceback__)
-            if frame.filename in files or frame.filename.startswith(str(PACKAGE))
-        ]
+        frames = [f for f in traceback.extract_tb(one.__traceback__) if f.filename.startswith(known)]
         own = [frame for frame in frames if frame.filename in files]
         # hpcfl raises errors about what it is asked for; its bugs are no raise statements
         if own and (frames[-1] is own[-1] or (frames[-1].line or "").startswith("raise ")):
             return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {text}"
-    if modules and isinstance(error, DifferentTensorsError):
-        return f"{', '.join(module.__file__ or '' for module in modules)}: {text}"
-    # the newest file of those that have a class of this name
-    for module in reversed(modules):
-        classes = (name for name, value in vars(module).items() if isinstance(value, type))
-        if any(str(error).startswith(f"{name}.") for name in classes):
-            return f"{module.__file__}: {text}"
-    return None
+    of_any, owner = isinstance(error, DifferentTensorsError), str(error).partition(".")[0]
+    owners = [str(one.__file__) for one in modules if of_any or isinstance(vars(one).get(owner), type)]
+    return f"{', '.join(owners)}: {text}" if owners else None

@@ -45,7 +45,7 @@ class Registry:
         found = self.find(file)
         if self.options is not None:
             check_options(file.place, self.own_key.rpartition(".")[0], self.options(found), self.base)
-        name = vars(found)["name"] if isinstance(found, type) else file.name
+        name = vars(found)["name"] if isinstance(found, type) else file.path.stem
         return file.add_to(self.known, name, found, is_recorded=expected is not None), file.code
 
 

@@ -153,7 +153,8 @@ def partition_given(
         others = ", ".join(name for name, kind in PARTITIONS.items() if kind.counts is not None)
         raise UserError(
             "data.partition.name=given: this data.source has no clients (an npz file may have an array "
-            f"client, that of each sample); allowed: {others}"
+            "client, that of each sample; a CSV file a column data.client_column=COLUMN); allowed: "
+            f"{others}"
         )
     if per_client is not None:
         raise UserError(

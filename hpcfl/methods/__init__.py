@@ -28,7 +28,7 @@ METHODS = _methods()
 def own_method(file: OwnFile) -> type[Method]:
     """Return the one method that a user's Python file defines; UserError otherwise."""
     method: type[Method] = file.only_class(Method)
-    complete(method, file.name, f"from {file.path.name}")
+    complete(method, file.path.stem, f"from {file.path.name}")
     return method
 
 

@@ -217,11 +217,16 @@ def test_keys_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
     for keys, expected in (
         ("source=digits path=null", "data.target=kind needs data.source=csv; set that, or data.target=null"),
         ("client_column=town", "data.client_column=town needs data.partition.name=given; set that, or data."),
-        ("partition.name=given", "data.partition.name=given with data.source=csv needs data.client_column=C"),
     ):
         path = table(tmp_path, TABLE)
         assert load_config(None, settings(path, "target=kind")).partition.name == "dirichlet"
         assert refusal(path, f"target=kind {keys}").startswith(expected)
+
+
+def test_the_given_partition_needs_a_column_of_clients(tmp_path: Path) -> None:
+    words = settings(table(tmp_path, TABLE), "target=kind categorical=[job] partition.name=given")
+    with pytest.raises(UserError, match=r"^data\.partition\.name=given: .* data\.client_column=COLUMN\)"):
+        load_data(load_config(None, words))
 
 
 def test_without_a_file_or_pandas_it_is_said_what_is_needed(

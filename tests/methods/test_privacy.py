@@ -294,13 +294,13 @@ def test_a_table_counts_the_clients_that_were_drawn(digits: Path, tmp_path: Path
     ("words", "message"),
     [
         (["privacy.noise=1"], "privacy.noise=1.0 needs privacy.unit=client or sample; set that, or "),
-        (["privacy.unit=client", "privacy.noise=1"], "privacy.unit=client needs privacy.clip, such as "),
-        (["privacy.unit=sample", "privacy.clip=1"], "privacy.unit=sample needs privacy.noise, such as "),
+        (["privacy.unit=client", "privacy.noise=1"], "privacy.unit=client needs privacy.clip; set that"),
+        (["privacy.unit=sample", "privacy.clip=1"], "privacy.unit=sample needs privacy.noise; set tha"),
         ([*OF_CLIENTS, "privacy.noise=0"], "privacy.noise=0 is invalid; allowed: null or a number > 0"),
         ([*OF_CLIENTS, "comm.codec=int8"], "privacy.unit=client needs comm.codec=none; set that, or "),
         ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
         ([*OF_CLIENTS, "clients.drop_rate=0.1"], "privacy.unit=client needs clients that are not lost"),
-        ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=uniform"),
+        ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=null"),
         (
             [*OF_CLIENTS, "train.patience=2", "data.val_fraction=0.2"],
             "privacy.unit=client needs train.patience=null",

@@ -317,7 +317,11 @@ NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you
         ("train: {lr: 0.2}", "data: 5", ", row 2 (fedavg), column few: data=5 "),
         ("source: table 1", "show: [loss]", ": show 1='loss' is invalid: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
-        ("  - [ours,", "  - ours\n  - [ours,", ": compare 1='ours' is invalid: it must be a group of keys"),
+        (
+            "  - [ours,",
+            "  - ours\n  - [ours,",
+            ": compare 1='ours' is invalid: it must be a valid dict",
+        ),
         ("settings:", "settings:\n  method: {kk: 1}", ", settings: method.kk is a key of no row there; did"),
         ("label: many", "method: {kk: 1}, label: many", ", column 2 (many): method.kk is a key of no row "),
         ("heurpfedla}", "heurpfedla, k: 1}", ", row 1 (ours), column kept, k = 0: method.k=1, and the c"),

@@ -647,7 +647,7 @@ FEW_CANDIDATES = "clients: {sampling: power_of_choice, candidates: 1}"
         ("seeds: [0, 1]", "", "seeds is missing; a table has extends, title,"),
         ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): another row is called fedavg"),
         ("HeurpFedLA, k = 2", "FedAvg!", "row 2 (FedAvg!), seed 0: fedavg makes the same folder"),
-        ("[0, 1]", "[]", "seeds=[] is invalid: give 1 or more"),
+        ("[0, 1]", "[]", "seeds=[] is invalid: List should have at least 1 item"),
         ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
         ("tuned:", "run: {seed: 3}\n    tuned:", "run.seed=3: the table's list of seeds sets it"),
         ("tuned: train.lr of 0.05, 0.1", FEW_CANDIDATES, "k = 2), seed 0: clients.candidates=1 are too few"),
