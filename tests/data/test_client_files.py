@@ -303,17 +303,12 @@ def test_unfit_pfllib_files_are_refused(content: Any, expected: str, tmp_path: P
 def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
     pfllib_folder(tmp_path, [GOOD], [GOOD])
     file = tmp_path / "train" / "0.npz"
-    whole = file.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 255
-    pickled = pickle.dumps(np.array(GOOD, dtype=object), 4)
     expected = r": train/0.npz: cannot be read \(.*PFLlib's"
-    for content in (b"", b"no zip", whole[:-50], bytes(flipped)):
-        file.write_bytes(content)
-        assert_refused(pfllib, tmp_path, expected)
+    file.write_bytes(file.read_bytes()[:-50])
+    assert_refused(pfllib, tmp_path, expected)
     # bytes are not passed for objects
     objects = pickle.dumps(np.array({**GOOD, "y": np.array([0, None])}, dtype=object), 4)
-    for content in (b"", pickled[:-200], pickle.dumps({"x": 1}, 4), b"\x80\x04N.", objects):
+    for content in (pickle.dumps({"x": 1}, 4), b"\x80\x04N.", objects):
         npz_of_pickle(file, content)
         assert_refused(pfllib, tmp_path, expected)
     with file.open("wb") as stream:

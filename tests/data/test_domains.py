@@ -47,14 +47,6 @@ def read(path: str | Path, image_size: int | None = None, layout: str | None = N
     return read_source(DataConfig(source="domains", path=str(path), layout=layout, image_size=image_size))
 
 
-def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:
-    arrays = read(npz_folder(tmp_path))
-    assert arrays.domains == ("a", "b", "c")
-    assert np.bincount(arrays.owner).tolist() == [30, 40, 50]
-    assert (arrays.x.reshape(120, -1) == 10 * (arrays.owner[:, None] + 1)).all()
-    assert (arrays.x.dtype, arrays.num_classes, arrays.scale, arrays.mean) == (np.uint8, 2, 255, (0.5,))
-
-
 def test_folders_of_classes_may_have_grey_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     colour = np.arange(12).reshape(2, 2, 3)
     picture(tmp_path / "photo" / "dog" / "1.png", colour)
@@ -213,9 +205,11 @@ def test_unfit_folders_are_refused(tmp_path: Path) -> None:
     assert "not of 8 bits" in refusal()
 
 
-def test_given_makes_each_domain_a_client(tmp_path: Path) -> None:
+def test_given_makes_each_domain_a_client_in_alphabetical_order(tmp_path: Path) -> None:
     config = load_config(None, words_of(npz_folder(tmp_path), "data.partition.name=given"))
     arrays, parts = load_data(config)
+    assert (arrays.x.reshape(120, -1) == 10 * (arrays.owner[:, None] + 1)).all()
+    assert (arrays.x.dtype, arrays.num_classes, arrays.scale, arrays.mean) == (np.uint8, 2, 255, (0.5,))
     assert [len(part.train) + len(part.test) for part in parts] == [*SIZES.values()]
     assert texts_of_clients(config, arrays, parts) == {"domain": [*SIZES]}
 

@@ -14,11 +14,6 @@ def noise_of(**keys: float) -> LabelNoise:
     return LabelNoise.from_config(DataConfig.model_validate(keys), 3, 10, 5)
 
 
-def test_without_the_key_no_label_is_changed() -> None:
-    assert LabelNoise.from_config(DataConfig(), 3, 10, 5) is None
-    assert DataConfig(label_noise=0.0).label_noise is None
-
-
 def test_the_given_share_of_labels_becomes_another_class() -> None:
     y = np.arange(1000) % 5
     for share, wrong in ((0.3333, 333), (1.0, 1000), (0.0004, 0)):

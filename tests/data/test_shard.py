@@ -74,13 +74,6 @@ def test_samples_begin_at_the_same_addresses_whatever_clients_come_before() -> N
     assert {x.data_ptr() % 64 for x in samples if len(x)} == {0}
 
 
-def test_a_rank_without_clients_has_an_empty_shard() -> None:
-    shard = build(range(2, 2))
-    assert shard.x.shape == (0, 3, 2, 4)
-    assert (shard.x.dtype, shard.y.dtype, shard.y.shape) == (torch.float32, torch.int64, (0,))
-    assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
-
-
 def test_normalisation_equals_that_by_hand() -> None:
     shard = Shard.build(pool(), PARTS, range(0, 1), (0.5, 0.25, 0.0), (0.5, 0.25, 2.0), "cpu")
     # Sample 1 holds 1, 101 and 201 in its three channels.

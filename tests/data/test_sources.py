@@ -327,13 +327,6 @@ def test_npz_files_may_contain_tokens_features_or_series(tmp_path: Path) -> None
         assert series.sample == SampleType(expected.shape[1:])
 
 
-def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
-    client = np.array(["zoe", "ann", "zoe"])
-    arrays = read_npz(write_npz(tmp_path, **TEXTS, client=client))
-    assert (arrays.owner.tolist(), arrays.y.tolist()) == ([0, 1, 1], [1, 0, 2])
-    assert arrays.x.tolist() == [[1, 1], [0, 4], [3, 0]]
-
-
 @pytest.mark.parametrize("of", [lambda n: f"ward {n}", lambda n: f"ward {n}".encode(), lambda n: 7 * n])
 def test_clients_keep_the_names_that_an_npz_gives_them(
     of: Callable[[int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -15,11 +15,11 @@ from bits import refused
 from made_runs import LAYERS, make_run, metrics_of_runs, rising
 from processes import REPOSITORY
 
-from hpcfl.errors import FAULT, FINISHED
+from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report import content
-from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
+from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures
 from hpcfl.results.run import load_run
 
 TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
@@ -71,17 +71,6 @@ def test_a_run_without_a_page_writes_none(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_the_page_of_an_unfinished_run_shows_its_rounds_so_far(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "pfedla", rising(4, 5))
-    (folder / "clients.csv").unlink()
-    metrics = folder / "metrics.csv"
-    metrics.write_text(metrics.read_text() + "5,1.0,0.")
-    (run,) = reported(tmp_path / "page.html", folder)["runs"]
-    assert (run["isFinished"], run["done"], len(run["clients"]["accuracy"])) == (False, 4, 5)
-    assert run["clients"]["train_samples"] == [40] * 5
-    assert headline(run, "remark")["Worst tenth"] == "mean of the worst 10 % of the clients after round 4"
-
-
 @pytest.mark.parametrize("unseen", [None, np.full((2, 2), 0.5)])
 def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: np.ndarray | None) -> None:
     folder = make_run(tmp_path / "fedavg", rising(2, 5), ["method.name=fedavg"], unseen=unseen)
@@ -123,6 +112,8 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     going, other_run = reported(tmp_path / "both.html", folder, other)["runs"]
     remarks["Worst tenth"] += " after round 3"
     assert (headline(going, "text"), headline(going, "remark")) == (texts, remarks)
+    assert (going["isFinished"], going["done"]) == (False, 3)
+    assert going["clients"]["train_samples"] == [40] * 6
     assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
     assert going["clients"]["accuracy_after_training"][4:] == [None, None]
     assert list(headline(other_run, "text")) == list(texts)
@@ -219,48 +210,6 @@ def test_folders_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest
     assert "has no finished run" in refused(capsys, "report", tmp_path / "runs")
 
 
-OWN = '''"""FedAvg that remembers how often it met each client."""
-import torch
-from hpcfl.methods.fedavg import FedAvg
-from hpcfl.methods.diagnostics import Diagnostic
-class Counting(FedAvg):
-    diagnostics = (
-        Diagnostic(
-            "met",
-            ("client",),
-            "Meetings </script> & co",
-            "Rounds with a client.",
-            low=0,
-            of_server=lambda method, server: server["counts"],
-        ),
-    )
-    def server_state(self):
-        return super().server_state() | {"counts": torch.zeros(self.context.num_clients)}
-    def aggregate(self, server, cohort, up):
-        super().aggregate(server, cohort, up)
-        server["counts"][list(cohort.clients)] += 1
-'''
-
-
-def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "counting.py").write_text(OWN)
-    folder = tmp_path / "run"
-    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
-    (run,) = data_of(folder / "report.html")["runs"]
-    (picture,) = run["pictures"]
-    assert (picture["title"], picture["rounds"], picture["high"]) == ("Meetings </script> & co", [1, 2], 2.0)
-
-
-def test_a_diagnostic_with_wrong_axes_ends_the_run_at_the_first_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
-    folder = tmp_path / "run"
-    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FAULT
-    printed = capsys.readouterr().err
-    assert "Counting.diagnostics has 'met' as [3]; expected: a tensor [3, 3], by its axes" in printed
-
-
 def test_axes_that_cannot_be_drawn_are_refused() -> None:
     for axes in (("client", "branch", "layer"), ("client", "layer", "layer", "client")):
         with pytest.raises(ValueError, match=r"diagnostic 'a': the second of its axes .* must be 'layer'"):
@@ -321,12 +270,6 @@ def test_evaluations_are_thinned_before_clients_and_the_page_reports_it() -> Non
     assert picture["note"] == "clients 0 to 1 of 4; 3 of 9 evaluations"
     picture = packed(large, *axes, size=32)
     assert (picture["shape"], picture["rounds"]) == ((4, 2, 4), [8])
-
-
-def test_thinning_keeps_both_ends_and_even_distances() -> None:
-    assert spread_out(10, 4).tolist() == [0, 3, 6, 9]
-    assert spread_out(3, 10).tolist() == [0, 1, 2]
-    assert spread_out(1, 5).tolist() == [0]
 
 
 def test_the_wheel_has_all_files_of_the_page() -> None:

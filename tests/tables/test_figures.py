@@ -59,7 +59,7 @@ def finish(cell: Cell, accuracies: list[float], *, rounds: int = 8, **last: obje
     line |= {"accuracy_mean": mean, "accuracy_std": float(np.std(accuracies))}
     line |= {"accuracy_weighted": mean - 0.1, "accuracy_after_training": mean}
     line |= {"bytes_down": 8 * 4 * 1000, "bytes_up": 8 * 4 * 10, "index_bytes_up": 8 * 4 * 2}
-    line |= {"accuracy_after_download": math.nan}
+    line |= {"accuracy_after_download": math.nan, "wall_s": 7}
     first = line | last | {"round": rounds // 2, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30}
     write_csv(cell.folder / "metrics.csv", [first, line | {"round": rounds} | last])
     same = {"loss": 0.5, "train_samples": 28, "evaluated_samples": 12, "bytes_down": 1000, "bytes_up": 10}
@@ -164,11 +164,12 @@ def test_every_figure_is_in_the_csv_and_those_of_clients_are_beside_the_table_fi
     expected |= {"accuracy_seed_0": 0.65, "accuracy_seed_1": 0.7, "accuracy_seed_2": 0.75}
     expected |= {"best_accuracy": 0.71, "best_round": 4, "accuracy_weighted": 0.6, "coverage": 0.75}
     expected |= {"worst_tenth_accuracy": 0.5, "worst_tenth_accuracy_std_over_seeds": 0.1}
-    expected |= {"spread_over_clients": float(np.mean(spreads)), "client_steps_per_s": 40}
+    expected |= {"spread_over_clients": float(np.mean(spreads)), "client_steps_per_s": 40, "wall_s": 7}
     assert {name: float(ours[name]) for name in expected} == pytest.approx(expected)
     texts = {"accuracy_after_download": "", "scored": "after training", "seeds": "3", "missing_seeds": "0"}
     texts |= {"bytes_down": "1000", "bytes_up": "10", "other_bytes_up": "2", "finetune_epochs": "0"}
-    texts |= {"published_accuracy": "0.6143", "published_bytes": "1200.0"}
+    texts |= {"published_accuracy": "0.6143", "published_bytes": "1200.0", "rounds": "8"}
+    texts |= {"eval_split": "test", "tuned": ""}
     assert texts.items() <= ours.items()
     of_theirs = {"scored": "after fine-tuning", "finetune_epochs": "5", "published_accuracy": ""}
     assert (of_theirs | {"published_bytes": ""}).items() <= theirs.items()

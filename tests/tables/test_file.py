@@ -146,16 +146,6 @@ def test_a_file_that_extends_another_chooses_cells_and_overrides_settings(folder
     assert [(pair.rows, pair.columns) for pair in table.compare] == [(["ours", "local"], ["few"])]
 
 
-def test_columns_of_the_extended_file_stay_unless_others_are_chosen(folder: Path) -> None:
-    path = folder / "longer.yaml"
-    path.write_text("extends: paper.yaml\nsettings: {train: {rounds: 41}}\nrows: [fedavg, local]\n")
-    table = Table(path)
-    assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
-    assert [cell.name for cell in table.cells[:3]] == ["fedavg, few", "local, few", "fedavg, many"]
-    assert {cell.config.train.rounds for cell in table.cells} == {41}
-    assert table.title == "A paper's table"
-
-
 def test_the_label_of_a_row_is_its_method_even_of_one_that_is_extended(folder: Path) -> None:
     path = folder / "one.yaml"
     path.write_text("title: t\nseeds: [0]\nsettings: {method: {name: fedprox}}\nrows: [{}]\n")

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import UNEQUAL, Run, make_network, make_worker, spread
+from harness import make_network, make_worker, spread
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.config.keys import TrainConfig
 from hpcfl.parameters import ParameterLayout
-from hpcfl.simulation.evaluation import Evaluation, Evaluator
-from hpcfl.simulation.federation import Federation
 from hpcfl.training import scoring
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import class_probabilities
@@ -70,22 +68,3 @@ def test_a_diverged_client_does_not_change_the_scores_of_others() -> None:
     # a model of nan predicts no class, not the first one
     assert found[1, 0] == 0
     assert correctness_and_loss(torch.full((4, 3), torch.nan), torch.tensor([0, 0, 0, 1]))[0].sum() == 0
-
-
-@pytest.mark.parametrize("method", ["fedavg", "local", "fedem", "fedrod"])
-def test_the_batched_engine_evaluates_like_the_loop_engine(method: str) -> None:
-    keys = [*UNEQUAL, f"method.name={method}", "model.batchnorm=true", "train.rounds=1"]
-    run = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    experiment = run.simulation._experiment
-    assert experiment.worker_context.scorer is not None
-    figures = []
-    for scorer in (experiment.worker_context.scorer, None):
-        place = replace(experiment.worker_context, scorer=scorer)
-        federation = Federation(replace(experiment, worker_context=place), run.simulation._world)
-        figures.append(Evaluator(federation).evaluate(run.server, 1))
-    together, alone = figures
-    assert isinstance(alone, Evaluation)
-    for name in ("accuracy", "loss", "after_download"):
-        one, other = (torch.from_numpy(getattr(figure, name)) for figure in (together, alone))
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6, equal_nan=True)
-    assert alone.loss.min() > 0

@@ -209,15 +209,6 @@ def one_client(samples: int, batched: bool) -> tuple[ClientGroup, Tensor]:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_computing_a_gradient_does_not_change_the_one_before(batched: bool) -> None:
-    clients, theta = one_client(8, batched)
-    found = [clients.plain_gradient(theta, batch)[0] for batch in clients.batches(epochs=1)]
-    first, _ = clients.plain_gradient(theta, next(clients.batches(epochs=1)))
-    assert torch.equal(found[0], first)
-    assert not torch.equal(found[0], found[1])
-
-
-@pytest.mark.parametrize("batched", [False, True])
 def test_a_loss_may_have_constants_that_are_no_floating_point_numbers(batched: bool) -> None:
     clients, theta = one_client(4, batched)
     batch = next(clients.batches(epochs=1))
@@ -297,36 +288,4 @@ def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
 # Options of clients.sgd
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_training_does_not_change_its_input_and_counts_steps_and_losses(batched: bool) -> None:
-    network = make_network()
-    place = make_worker(network, [8, 3], settings(), clients_at_once=2 if batched else None)
-    theta, _ = spread(network, 2)
-    kept = theta.clone()
-    ids = [0, 1] if batched else [0]
-    clients = ClientGroup(place, ids, 0)
-    clients.sgd(theta[ids])
-    assert torch.equal(theta, kept)
-    assert clients.steps.tolist() == [6, 3][: len(ids)]
-    clients.sgd(theta[ids], epochs=1)
-    assert clients.steps.tolist() == [8, 4][: len(ids)]
-    assert (clients.loss_sum / clients.steps - torch.log(torch.tensor(10.0))).abs().max() < 1.0
-
-
 # State
-
-
-def test_writes_to_state_stay_in_the_group_until_commit() -> None:
-    state = {"theta": torch.zeros(4, 2), "seen": torch.zeros(4, dtype=torch.int64)}
-    place = make_worker(make_network(), [2, 2, 2, 2], settings(), state=state)
-    clients = ClientGroup(place, [1, 3], 0)
-    assert "theta" in clients
-    assert "other" not in clients
-    ClientGroup(place, [0, 1, 2, 3], 0)["theta"].fill_(5.0)
-    clients["theta"] = torch.ones(2, 2)
-    clients["seen"] += 1
-    assert clients["theta"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert state["theta"].count_nonzero() == state["seen"].count_nonzero() == 0
-    clients.commit()
-    assert state["theta"].tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
-    assert state["seen"].tolist() == [0, 1, 0, 1]
