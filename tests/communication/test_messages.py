@@ -212,20 +212,6 @@ def test_only_kept_layers_are_sent() -> None:
 
 
 @pytest.mark.mpi
-def test_empty_messages_are_sent() -> None:
-    world, cohort = CountingWorld(2**20), cohort_of(COHORTS[1])
-    channel = Channel(world, LAYERS, N)
-    own = own_part(cohort, world)
-    received = channel.down(Message(num_clients=len(cohort)) if world.is_server else None, cohort)
-    assert (received.shared, received.per_client, received.num_clients) == ({}, {}, len(own))
-    blocks = list(channel.up(Message(num_clients=len(own)), cohort))
-    if world.is_server:
-        assert sum(block.num_clients for _, block in blocks) == len(cohort)
-        assert all(block.per_client == {} for _, block in blocks)
-    assert world.moved.total() == 0
-
-
-@pytest.mark.mpi
 def test_a_half_read_upload_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)

@@ -64,6 +64,13 @@ OTHER_TENSORS = ("fedamp-cosine", "fedrod-hyper", "pfedhn-private")
 """Those of VARIANTS that send or keep other tensors."""
 CHAIN = "fedmn-chain"
 """What more than one worker refuses."""
+REALISTIC = [
+    *("train.rounds=4", "clients.sampling=power_of_choice", "clients.candidates=5", "clients.drop_rate=0.3"),
+    *("clients.step_s=0.5", "clients.slowness=0.6", "clients.bytes_per_s=1e6", "clients.deadline_s=3"),
+    *("clients.local_epochs=[1,3]", "clients.batch_size=[6,12]"),
+    *("data.label_noise=0.3", "data.label_noise_clients=0.5"),
+]
+"""All keys of clients at once; runs stop between two evaluations."""
 
 
 def all_cases() -> dict[str, list[str]]:
@@ -88,6 +95,7 @@ def all_cases() -> dict[str, list[str]]:
         "fedmn-int8": ["method.routing=soft"],
         "fedmn-topk": [small_fedmn, "method.pretrain_rounds=1"],
         "fedmn-unseen": [small_fedmn, UNSEEN, "method.dropout=0.5", "train.buffers=local"],
+        "fedper-patience": ["data.val_fraction=0.3", "train.patience=1", "train.rounds=9"],
         "heurpfedla-topk": ["method.k=2", "train.buffers=mixed"],
         "heurpfedla-unseen": [UNSEEN, "method.heads=low_rank", "method.rank=3", "method.optimiser=adam"],
         "ifca-unseen": [UNSEEN, "train.buffers=local"],
@@ -99,7 +107,13 @@ def all_cases() -> dict[str, list[str]]:
         "pfedmb-topk": ["method.constraint=simplex", "method.shared_alpha=true", "train.buffers=local"],
         "pfedsim-mixed": ["method.warm_up=0"],
     }
-    for case, keys in ({variant: [] for variant in OTHER_TENSORS} | special).items():
+    realistic = {
+        "fedavg-realistic": [*REALISTIC, UNSEEN, "comm.codec=topk"],
+        "heurpfedla-realistic": [*REALISTIC, UNSEEN],
+        "pfedla-realistic": [*REALISTIC, "method.server=sharded"],
+        "scaffold-realistic": [*REALISTIC, UNSEEN],
+    }
+    for case, keys in ({variant: [] for variant in OTHER_TENSORS} | special | realistic).items():
         cases[case] = [*method_settings(case), *keys, "train.participation=0.6"]
     cases[CHAIN] = [*method_settings("fedmn"), "method.order=chain"]
     return {
@@ -235,7 +249,9 @@ def some_between(rows: Tensor, low: float, high: float) -> bool:
         ("clustered_fl-single", "server/cluster", lambda cluster: len(cluster.unique()) > 1),
         ("fedala-all", "clients/weights", lambda weights: some_between(weights, 0, 1)),
         ("fedfomo-all", "server/affinity", lambda affinity: (affinity > 0).any()),
+        ("fedper-patience", "ledger/metrics", lambda evaluated: 1 < len(evaluated) < 5),
         ("fedphp-all", "clients/count", lambda count: (count == 2).all()),
+        ("scaffold-realistic", "ledger/lost", lambda lost: 0 < lost.sum() < 12),
         ("ifca-all", "personalised/theta", lambda theta: len(theta.unique(dim=0)) == 2),
     ],
 )

@@ -17,18 +17,16 @@ from bits import (
     leave_out,
     method_settings,
     run_here,
-    run_until_time_is_up,
     tiny_settings,
 )
 from by_hand import work
 from harness import UNEQUAL, Run, make_network, make_worker
 from kinds import FEW_ROUNDS, words_of
-from processes import run_in_one_world
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.config.keys import ClientsConfig, TrainConfig
-from hpcfl.errors import FINISHED, STOPPED
+from hpcfl.errors import FINISHED
 from hpcfl.methods import Context
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
@@ -199,7 +197,7 @@ def test_the_mean_is_over_the_members_that_remain() -> None:
 
 
 LOSING = {name: method_settings(name) for name in ("scaffold", "heurpfedla", "fedavg-topk")}
-LOSING["pfedla-sharded"] = [*method_settings("pfedla"), "method.server=sharded", "data.unseen_clients=0"]
+LOSING["pfedla-sharded"] = [*method_settings("pfedla"), "method.server=sharded"]
 LOSING["fedmn-chain"] = [*method_settings("fedmn"), "method.order=chain"]
 
 
@@ -349,7 +347,7 @@ def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method:
     keys = [*method_settings(method), *words_of("tokens", tmp_path), *UNEQUAL, *FEW_ROUNDS.get(method, [])]
     keys += ["data.clients=6", "data.unseen_clients=0.4", "train.rounds=2", "run.seed=1"]
     keys += ["clients.drop_rate=0.5", "clients.local_epochs=[1,2]", "clients.batch_size=[4,8]"]
-    keys += ["data.label_noise=0.2", "clients.step_s=1", "clients.bytes_per_s=1e5", "run.eval_every=1"]
+    keys += ["data.label_noise=0.2", "clients.step_s=1", "clients.bytes_per_s=1e5"]
     loop, batched = (Run(*keys, f"run.engine={engine}") for engine in ("loop", "batched"))
     assert 0 < loop.simulation.ledger.lost.sum() < 8
     of_engines = [
@@ -360,40 +358,13 @@ def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method:
     torch.testing.assert_close(*of_engines, rtol=0, atol=1e-9)
 
 
-def test_keys_that_are_off_do_not_change_the_run_name(settings: list[str]) -> None:
-    off = ["clients.sampling=uniform", "clients.drop_rate=0", "data.label_noise=0"]
-    plain, same = (load_config(None, [*settings, *words]) for words in ([], off))
-    assert plain.run_name() == same.run_name()
-    assert load_config(None, [*settings, "clients.drop_rate=0.1"]).run_name() != plain.run_name()
+OFF = (
+    *("train.optimiser=sgd", "train.warmup_rounds=0", "train.label_smoothing=0", "train.augment=none"),
+    *("train.augment=[]", "train.unseen_epochs=null", "data.unseen_clients=0", "data.unseen_clients=null"),
+    *("data.label_noise=0", "clients.sampling=uniform", "clients.drop_rate=0"),
+)
 
 
-# Any number of ranks, and a stop
-
-
-ALL = [
-    *("train.participation=0.6", "train.rounds=4", "run.checkpoint_every=1", "run.eval_every=2"),
-    *("clients.sampling=power_of_choice", "clients.candidates=6", "clients.drop_rate=0.3"),
-    *("clients.step_s=0.5", "clients.slowness=0.6", "clients.bytes_per_s=1e6", "clients.deadline_s=3"),
-    *("clients.local_epochs=[1,3]", "clients.batch_size=[6,12]"),
-    *("data.label_noise=0.3", "data.label_noise_clients=0.5", "data.unseen_clients=0.2"),
-]
-"""All keys of clients at once."""
-
-
-def test_the_bits_depend_neither_on_the_ranks_nor_on_a_stop(
-    settings: list[str], tmp_path: Path, mpirun_command: list[str]
-) -> None:
-    """The stop is between two evaluations."""
-    cases = {
-        case: [*settings, "data.clients=9", *ALL, *LOSING[case]] for case in LOSING if "chain" not in case
-    }
-    run_in_one_world(mpirun_command, 3, {tmp_path / "parallel" / case: keys for case, keys in cases.items()})
-    for case, keys in cases.items():
-        serial, stopped = tmp_path / "serial" / case, tmp_path / "stopped" / case
-        assert run_here(serial, keys) == FINISHED
-        lost = load_run(serial).metrics["lost"]
-        assert 0 < lost[0] < lost[1] < 16
-        assert run_until_time_is_up(stopped, keys) == STOPPED
-        assert run_here(stopped, keys) == FINISHED
-        for other in (tmp_path / "parallel" / case, stopped):
-            assert differing(serial, other) == [], case
+@pytest.mark.parametrize("word", OFF)
+def test_a_key_that_is_off_changes_no_configuration(word: str) -> None:
+    assert load_config(None, [word]).yaml() == load_config(None, []).yaml()

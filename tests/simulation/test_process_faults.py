@@ -143,15 +143,21 @@ def test_a_run_resumes_after_server_worker_and_mpirun_are_killed(
 # Signals
 
 
-def test_a_signal_stops_a_run(
-    tmp_path: Path, launch: Launcher, resume: Resume, mpirun_command: list[str]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_stops_a_run_and_later_ones_do_not_replace_its_exit_code(
+    ranks: int, tmp_path: Path, launch: Launcher, resume: Resume, mpirun_command: list[str]
 ) -> None:
-    """A launcher forwards SIGUSR1, too: see below."""
     # Open MPI's mpirun kills the ranks at SIGTERM, MPICH's dies of SIGUSR2
     number = signal.SIGUSR2 if "--oversubscribe" in mpirun_command else signal.SIGTERM
-    with launch(2, LONG_ROUNDS) as running:
+    with launch(ranks, LONG_ROUNDS) as running:
         running.wait_for_rounds(3)
         running.process.send_signal(number)
+        log = tmp_path / "run" / "log.txt"
+        until(lambda: "stopped early" in log.read_text(), "the end of the run")
+        # MPI, torch and the interpreter take a second to end
+        while running.process.poll() is None:
+            time.sleep(0.05)
+            running.process.send_signal(signal.SIGUSR1)
         running.end()
         assert running.process.returncode == STOPPED
     assert 3 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
@@ -164,34 +170,27 @@ STOPPED_AT_ONCE = (
 )
 
 
-def test_a_second_signal_stops_a_run_at_once(
+def test_a_second_signal_during_a_checkpoint_stops_a_run_at_once(
     settings: list[str],
     tmp_path: Path,
     resume: Resume,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """During a round and during a checkpoint."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    keys = [*settings, f"train.rounds={BRIEF_ROUNDS}"]
+    fault = replace(IN_A_CHECKPOINT, kind="sleep", mark=str(mark))
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.1)
-    sent = [
-        (IN_A_ROUND, [signal.SIGINT, signal.SIGINT]),
-        (IN_A_CHECKPOINT, [signal.SIGUSR1, signal.SIGTERM]),
-    ]
-    for moment, signals in sent:
-        child = start_run(folder, keys, replace(moment, kind="sleep", mark=str(mark)).inject)
-        until(mark.exists, "the fault")
-        before = good(folder)
-        for number in signals:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0)
-            os.kill(child, number)
-            time.sleep(0.2)
-        assert exit_code(child) == 128 + signals[-1]
-        assert capfd.readouterr().err == STOPPED_AT_ONCE.format(signals[-1].name)
-        assert good(folder) == before
-        assert not (folder / "checkpoint.tmp.h5").exists()
-        mark.unlink()
+    child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], fault.inject)
+    until(mark.exists, "the fault")
+    before = good(folder)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, number)
+        time.sleep(0.2)
+    assert exit_code(child) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == STOPPED_AT_ONCE.format("SIGTERM")
+    assert good(folder) == before
+    assert not (folder / "checkpoint.tmp.h5").exists()
     resume(BRIEF_ROUNDS)
 
 
@@ -216,23 +215,6 @@ def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
     assert "Traceback" not in printed
     assert good(folder) == before
     resume(BRIEF_ROUNDS)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_to_a_run_that_has_stopped_does_not_replace_its_exit_code(
-    ranks: int, launch: Launcher, tmp_path: Path
-) -> None:
-    with launch(ranks, LONG_ROUNDS) as running:
-        running.wait_for_rounds(2)
-        running.process.send_signal(signal.SIGUSR1)
-        log = tmp_path / "run" / "log.txt"
-        until(lambda: "stopped early" in log.read_text(), "the end of the run")
-        # MPI, torch and the interpreter take a second to end
-        while running.process.poll() is None:
-            time.sleep(0.05)
-            running.process.send_signal(signal.SIGUSR1)
-        running.end()
-        assert running.process.returncode == STOPPED
 
 
 def good(folder: Path) -> dict[str, bytes]:

@@ -211,16 +211,6 @@ def test_unseen_clients_are_drawn_with_the_data_seed_and_come_last(settings: lis
     assert len({tuple(order(f"data.seed={seed}")[SEEN:]) for seed in range(3)}) > 1
 
 
-def test_without_unseen_clients_the_configuration_does_not_change() -> None:
-    config = load_config(None, [])
-    for nothing in ("0", "null"):
-        asked = load_config(None, [f"data.unseen_clients={nothing}", "train.unseen_epochs=null"])
-        assert asked.yaml() == config.yaml()
-    asked = load_config(None, ["data.unseen_clients=0.2"])
-    assert asked.run_name() != config.run_name()
-    assert asked.tree()["train"]["unseen_epochs"] is None
-
-
 class LooksThemUp(FedAvg):
     """A method that sends each client a row of the server's state, and does not know of unseen clients."""
 
