@@ -384,11 +384,6 @@ def test_mistakes_are_reported(place: Place, tmp_path: Path, capsys: pytest.Capt
         assert "give a FILE.csv" in refused(capsys, *words, "--out", tmp_path / name)
 
 
-def test_with_a_codec_the_saved_models_are_the_scored_ones(place: Place) -> None:
-    run = place.run("pfedla", "comm.codec=float16", name="coded")
-    assert [right(run.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(run))] == right_of_run(run)
-
-
 def test_reading_does_not_change_a_run_folder(place: Place, tmp_path: Path) -> None:
     run = place.run("fedavg")
     before = {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, differing, kept_runs, raw_tests, run_here, tiny_settings
+from bits import right as right_samples
 
 from hpcfl.errors import FINISHED
 from hpcfl.registries import load_config
@@ -45,6 +46,7 @@ def test_metrics_are_of_each_client_s_model_on_its_own_samples(folder: Folder, c
         predicted = run.predict(client, x)
         found = [run.clients[name][client] for name in CLIENT_METRICS]
         assert found == pytest.approx(metrics_of(predicted, y), nan_ok=True)
+        assert run.clients["accuracy"][client] == pytest.approx(right_samples(predicted, y) / len(y))
         is_there = run.confusion["client"] == client
         cells = [run.confusion[name][is_there].astype(int) for name in run.confusion][1:]
         counts = np.zeros((10, 10), int)
