@@ -10,7 +10,7 @@ import pytest
 
 from hpcfl.data.partition_classes import balanced_classes
 from hpcfl.data.partition_draws import CIFAR100_COARSE, _weights
-from hpcfl.data.partition_request import Request, Split
+from hpcfl.data.partition_request import Request, Split, least_samples
 from hpcfl.data.partitions import (
     PARTITIONS,
     ClientIndices,
@@ -280,6 +280,16 @@ def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
     # ceil(6 / 4 * 2) = 3 clients a class
     assert table[:3].tolist() == [[3, 3, 0, 0], [3, 3, 0, 0], [4, 5, 0, 0]]
     assert table[3:].tolist() == [[0, 0, 10, 10], [0, 0, 10, 10], [0, 0, 10, 12]]
+
+
+def test_the_smallest_client_is_that_of_pfllib() -> None:
+    for total, clients, test_fraction, batch_size, least in (
+        (60_000, 20, 0.25, 10, 40),
+        (6000, 100, 0.25, 10, 30),
+        (6000, 10, 0.1, 7, 70),
+    ):
+        request = Request(test_fraction, 0.0, 0, np.array([total // 2] * 2), clients, None)
+        assert least_samples(request, batch_size) == least
 
 
 def test_dirichlet_pfllib_is_moons_draw_with_another_smallest_client() -> None:
