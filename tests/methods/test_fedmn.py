@@ -97,7 +97,7 @@ def active_names(method: FedMN, decision: Sequence[int]) -> list[str]:
     return names + paths_by_hand(method.network, torch.zeros(2, 1, 8, 8), decision)[1]
 
 
-# T13: one path everywhere
+# One path everywhere
 
 
 def fedavg_by_hand(run: Run, model: Any, rounds: int) -> nn.Module:
@@ -141,7 +141,7 @@ def test_with_one_path_fedmn_is_fedavg(
     assert piece(run.method, moved, "block2_1").abs().max() > 0.001
 
 
-# T14: aggregation
+# Aggregation
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_codecs_send_differences_of_all_blocks(codec: str, largest: float) -> No
         assert coded.bytes_by_client[:, 1].sum() < 0.3 * plain.bytes_by_client[:, 1].sum()
 
 
-# T15: the router's gradient
+# The router's gradient
 
 
 @pytest.mark.parametrize("routing", ["straight", "soft"])
@@ -258,7 +258,7 @@ def test_dropout_draws_the_same_for_a_client_in_any_group(double: None) -> None:
     assert_close(one.server["theta"], three.server["theta"])
 
 
-# T16: everybody starts from the server, unless they are a chain
+# Everybody starts from the server, unless they are a chain
 
 
 def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, list[Tensor]]:
