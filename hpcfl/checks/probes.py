@@ -1,4 +1,4 @@
-"""What a run does, tried once in small: messages, a file and a lock in the run folder, the data."""
+"""What a run does, tried once in small: a file and a lock in the run folder, the data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 
 from hpcfl.checks.nodes import check_same_data
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.interconnect import measured
 from hpcfl.config.keys import Config
 from hpcfl.data.arrays import digest_of
 from hpcfl.errors import UserError
-from hpcfl.formatting import readable_bytes, readable_seconds
+from hpcfl.formatting import readable_bytes
 from hpcfl.setup.experiment import load_data
 from hpcfl.storage.lock import holder, locked
 from hpcfl.terminal import LOG
@@ -23,19 +22,6 @@ from hpcfl.terminal import LOG
 WRITTEN_BYTES = 2**24
 LOOKS, PAUSE_S = 100, 0.1
 """For a file that another node wrote; a network file system may show it late."""
-
-
-def check_messages(world: Communicator) -> None:
-    """Send numbers to all ranks and back, and print how fast messages are. Collective."""
-    if world.size == 1:
-        return
-    network = measured(world)
-    rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
-    measures = [
-        f"{readable_bytes(rate)}/s between rank 0 and {where}" for where, rate in rates.items() if rate
-    ]
-    latency = readable_seconds(network.latency_s or 0.0)
-    print(f"messages: {latency} for a short one; {', '.join(measures)}", flush=True)
 
 
 def check_folder(world: Communicator, out: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpcfl.checks.probes import check_data, check_folder, check_messages
+from hpcfl.checks.messages import check_messages
+from hpcfl.checks.probes import check_data, check_folder
 from hpcfl.checks.ranks import check_ranks, check_versions
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.communicator import Communicator, run_collectively
