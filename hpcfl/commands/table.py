@@ -242,19 +242,17 @@ def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> lis
     for name in [name for name, files in drawn.items() if not files]:
         say(f"{name} is not drawn: nothing that it shows is finished")
     if with_results:
-        if damage := next((found for cell in table.cells if (found := cell.damage)), None):
-            raise UserError(f"no results are written: {damage}")
+        try:
+            for cell in table.cells:
+                cell.read()
+        except UserError as error:
+            raise UserError(f"no results are written: {error}") from error
         say(f"results: {', '.join(map(str, write_results(table)))}")
     missing = [cell for cell in table.chosen if cell.finished_run is None]
     if missing:
         say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
-        why = ", has diverged" * cell.has_diverged
-        if damage := cell.damage:
-            why = f": {damage}"
-        elif changes := cell.changes:
-            why = f", where a run has other settings ({'; '.join(changes)})"
-        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{why}")
+        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}{cell.why_missing}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")
     return missing
@@ -279,8 +277,8 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
             continue
         starts_over = False
         try:
-            if not folder.store.exists and (damage := cell.damage):
-                raise damage
+            if not folder.store.exists:
+                cell.read()
             folder.check(fresh=False)
         except UserError as error:
             if not fresh:

@@ -17,7 +17,7 @@ from hpcfl.results.comparison import num_partitions, samples_of
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import mean_of_known
-from hpcfl.tables.cells import Table
+from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Pair, Row
 from hpcfl.training.metrics import CLIENT_METRICS
 
@@ -44,18 +44,26 @@ COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client
 
 @dataclass(frozen=True)
 class Result:
-    """A row in a column: its finished cells, all seeds together."""
+    """A row in a column: its cells, all seeds together, and the runs of those that are finished."""
 
     row: Row
-    column: str
-    config: Config
-    """Configuration of its first seed."""
+    cells: list[Cell]
     runs: dict[int, Run]
-    """Its runs by finished seed."""
-    missing: int
-    """Seeds that are not finished."""
-    diverged: int
-    """Those of them whose last run has diverged."""
+    """By seed."""
+
+    @property
+    def column(self) -> str:
+        return self.cells[0].column
+
+    @property
+    def config(self) -> Config:
+        """Configuration of its first seed."""
+        return self.cells[0].config
+
+    @property
+    def missing(self) -> int:
+        """Seeds that are not finished."""
+        return len(self.cells) - len(self.runs)
 
     @cached_property
     def figures(self) -> dict[int, dict[str, float]]:
@@ -114,15 +122,12 @@ class Result:
 
 def read_results(table: Table) -> list[Result]:
     """Return what is finished of each row in each column, column by column, from the cells' folders."""
-    made = []
-    for column in table.columns:
-        for row in table.rows:
-            if cells := table.cells_of(row.label, column):
-                runs = {cell.seed: run for cell in cells if (run := cell.finished_run)}
-                missing = [cell for cell in cells if cell.seed not in runs]
-                diverged = sum(cell.has_diverged for cell in missing)
-                made.append(Result(row, column, cells[0].config, runs, len(missing), diverged))
-    return made
+    return [
+        Result(row, cells, {cell.seed: run for cell in cells if (run := cell.finished_run)})
+        for column in table.columns
+        for row in table.rows
+        if (cells := table.cells_of(row.label, column))
+    ]
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed, run in first.runs.items():
-        if seed not in second.runs or not _same_data(run, second.runs[seed]):
+        if seed not in second.runs or len(samples_of(run, second.runs[seed])) > 1:
             continue
         wanted = (first, name), (second, name), (first, "evaluated_samples")
         figures = np.array([row.by_client(seed, column) for row, column in wanted])
@@ -170,14 +175,6 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
     partitions = num_partitions([first.runs[seed] for seed in by_seed])
     return Difference(pair, column, ", ".join(dict.fromkeys(moments)), len(by_seed), partitions, paired)
-
-
-def _same_data(*runs: Run) -> bool:
-    """Whether runs have read the same data; of older runs without a checksum, from or with the same file."""
-    if all(map(samples_of, runs)):
-        return len(samples_of(*runs)) == 1
-    files = {(run.record["data"].get("path"), run.record["data"].get("reader")) for run in runs}
-    return len(files) == 1
 
 
 def _figures(run: Run, train: TrainConfig) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,25 +81,16 @@ class Cell:
 
     @property
     def finished_run(self) -> Run | None:
-        """The run in its folder; None unless it is finished, has these settings, and can be read.
-
-        Where they name no file of the user's own, it may have read its data from any.
-        """
-        try:
-            return self._finished()
-        except UserError:
-            return None
-
-    @property
-    def damage(self) -> UserError | None:
-        """What is wrong with a file of its run, where the run would be finished otherwise."""
-        try:
-            self._finished()
-        except UserError as error:
-            return error
+        """The run in its folder; None unless it is finished, has these settings, and can be read."""
+        with suppress(UserError):
+            return self.read()
         return None
 
-    def _finished(self) -> Run | None:
+    def read(self) -> Run | None:
+        """Return the run in its folder if it is finished and has these settings; UserError if it is damaged.
+
+        Where the settings name no file of the user's own, it may have read its data from any.
+        """
         run = self._run
         if run is None or self._differences(run) or not run.is_finished:
             return None
@@ -105,19 +98,24 @@ class Cell:
         return run if run.clients else None
 
     @property
-    def changes(self) -> list[str]:
-        """The keys in which the run in its folder differs, so that it cannot be resumed; [] without a run."""
-        if (run := self._run) is None:
-            return []
-        is_extended = run.rounds < self.config.train.rounds
-        return self._differences(run, but=["data.path", *["train.rounds"] * is_extended])
+    def why_missing(self) -> str:
+        """Why it is not finished: numbers became nan, a file is damaged, or a run has other settings."""
+        try:
+            self.read()
+        except UserError as error:
+            return f": {error}"
+        run = self._run
+        is_extended = run is not None and run.rounds < self.config.train.rounds
+        but = ["data.path", *["train.rounds"] * is_extended]
+        if run is not None and (changes := self._differences(run, but)):
+            return f", where a run has other settings ({'; '.join(changes)})"
+        return ", has diverged" * self.has_diverged
 
     @property
     def _run(self) -> Run | None:
-        try:
+        with suppress(UserError):
             return Run(self.folder)
-        except UserError:
-            return None
+        return None
 
     def _differences(self, run: Run, but: Sequence[str] = ()) -> list[str]:
         tree, data = self.config.tree(), run.record["data"]
@@ -188,7 +186,12 @@ class Table:
         if rounds is not None and rounds >= self._longest:
             most = f"no cell has more than {self._longest} rounds"
             raise UserError(f"--rounds {rounds} shrinks nothing: {most}; leave it out")
-        self._check(layers, overrides)
+        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
+            self._check_one_source(layers)
+        self._check_keys(layers)
+        self._check_folders()
+        self._check_pairs()
+        self._check_quantities()
         rows = _matching("--row", in_rows, self.labels)
         self.chosen = [c for c in self.cells if c.column in self.chosen_columns and c.label in rows]
         """The cells that are run."""
@@ -216,10 +219,15 @@ class Table:
         """Return the first seed's chosen cells, column by column."""
         return [cell for cell in self.chosen if cell.seed == self.seeds[0]]
 
-    def axes_of(self, quantity: str) -> tuple[str, ...]:
-        """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
-        axes = (axes_by_diagnostic(cell.config.method.name).get(quantity, ()) for cell in self.cells)
-        return next((found for found in axes if len(found) > 1), ())
+    @cached_property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """Axes of each diagnostic that has two or more, by name, as the first row with it records them."""
+        found: dict[str, tuple[str, ...]] = {}
+        for cell in self.cells:
+            for name, axes in axes_by_diagnostic(cell.config.method.name).items():
+                if len(axes) > 1:
+                    found.setdefault(name, axes)
+        return found
 
     def _cells(
         self,
@@ -230,7 +238,7 @@ class Table:
     ) -> list[Cell]:
         """Resolve all cells: `overrides` are for those of the chosen columns, `of_all` for the others."""
         swept = {
-            column.label: (column.sweep.key, flatten(column.tree())[column.sweep.key])
+            column.label: (column.sweep.key, column.sweep.values[0])
             for layer in layers
             for column in layer.columns
             if column.sweep is not None
@@ -267,7 +275,7 @@ class Table:
         given = {word.partition("=")[0]: word for word in changes}
         rows = [row for layer in layers for row in layer.rows if row.label in self.labels]
         columns = [column for layer in layers for column in layer.columns if column.label in self.columns]
-        for entry in (*rows, *columns):
+        for entry in (*rows, *columns) if given else ():
             for key in given.keys() & flatten(entry.tree()).keys():
                 raise UserError(
                     f"{given[key]}: {self.path}, {entry.label} sets {key}; leave it out, or change the file"
@@ -285,16 +293,6 @@ class Table:
             config = resolve(merge(config.tree(), [f"train.rounds={rounds}"]))
         return config
 
-    def _check(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
-        """Raise UserError for cells that do not go together."""
-        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
-            self._check_one_source(layers)
-        for number in range(len(layers)):
-            self._check_keys(layers[number:])
-        self._check_folders()
-        self._check_pairs()
-        self._check_quantities()
-
     def _check_one_source(self, layers: Sequence[TableFile]) -> None:
         """Refuse to replace different data sets of the chosen columns by one."""
         trees = (_tree(layers, c.label, c.column) for c in self.cells if c.column in self.chosen_columns)
@@ -306,26 +304,25 @@ class Table:
             )
 
     def _check_keys(self, layers: Sequence[TableFile]) -> None:
-        """Refuse keys of the first of these files that no cell has: they would change nothing.
+        """Refuse keys of settings and of columns that no cell has: they would change nothing.
 
-        Settings may be dropped by those of a later file, and a column's by its entry there.
+        A column's keys may be dropped by its entry in a later file.
         """
-        file, *later = layers
-        changed = {column.label for layer in later for column in layer.columns if column.tree()}
-        if not {row.label for row in file.rows} <= set(self.labels):
-            # the keys may be those of a row that a later file leaves out
-            return
         by_column: dict[str, dict[str, None]] = {}
         for cell in self.cells:
             by_column.setdefault(cell.column, {}).update(dict.fromkeys(flatten(cell.config.tree())))
-        entries: list[tuple[str, PartialConfig, Mapping[str, None]]] = [
-            (place_of("column", number, column.label), column, by_column.get(column.label, {}))
-            for number, column in enumerate(file.columns)
-            if column.label not in changed
-        ]
-        if not later:
-            of_all = {key: None for keys in by_column.values() for key in keys}
-            entries.insert(0, ("settings", file.settings, of_all))
+        of_all = {key: None for keys in by_column.values() for key in keys}
+        entries: list[tuple[str, PartialConfig, Mapping[str, None]]] = []
+        entries.append(("settings", layers[-1].settings, of_all))
+        for number, layer in enumerate(layers):
+            changed = {one.label for later in layers[number + 1 :] for one in later.columns if one.tree()}
+            # of a row that a later file leaves out, there are no cells that have its keys
+            if {row.label for row in layer.rows} <= set(self.labels):
+                entries += [
+                    (place_of("column", at, column.label), column, by_column.get(column.label, {}))
+                    for at, column in enumerate(layer.columns)
+                    if column.label not in changed
+                ]
         for place, entry, known in entries:
             for key in flatten(entry.tree()) if known else ():
                 if key not in known and not key.endswith((".name", ".path")):
@@ -344,28 +341,23 @@ class Table:
     def _check_pairs(self) -> None:
         """Refuse to compare two rows whose clients are not the same ones."""
         for pair in self.compare:
-            first, second = pair.rows
             for column in pair.columns:
-                for one, other in zip(
-                    self.cells_of(first, column), self.cells_of(second, column), strict=True
-                ):
-                    if one.config.sample_keys() != other.config.sample_keys():
-                        raise UserError(
-                            f"{self.path}, compare {first} with {second}{_in_column(column)}: their clients "
-                            "hold different samples, so they cannot be compared client by client; give "
-                            "both rows the same data, data.seed and run.eval_split"
-                        )
+                first, second = (self.cells_of(label, column)[0] for label in pair.rows)
+                if first.config.sample_keys() != second.config.sample_keys():
+                    raise UserError(
+                        f"{self.path}, compare {first.label} with {second.label}{_in_column(column)}: their "
+                        "clients hold different samples, so they cannot be compared client by client; give "
+                        "both rows the same data, data.seed and run.eval_split"
+                    )
 
     def _check_quantities(self) -> None:
         """Refuse heat maps of what no row's method keeps."""
+        known = ", ".join(self.axes) or "none, so remove this figure"
         for drawing in self.drawings:
-            if isinstance(drawing, HeatMaps) and not self.axes_of(drawing.quantity):
-                methods = dict.fromkeys(cell.config.method.name for cell in self.cells)
-                kept = dict.fromkeys(name for method in methods for name in axes_by_diagnostic(method))
-                known = _listed([name for name in kept if self.axes_of(name)])
+            if isinstance(drawing, HeatMaps) and drawing.quantity not in self.axes:
                 raise UserError(
                     f"{self.path}, figure: quantity={drawing.quantity} is not a diagnostic with two or "
-                    f"more axes of any row's method; allowed: {known or 'none, so remove this figure'}"
+                    f"more axes of any row's method; allowed: {known}"
                 )
 
     def _changes(self, seeds: Sequence[int], rounds: int | None, changes: Sequence[str]) -> str:
@@ -415,10 +407,9 @@ def _matching(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list
         found = [label for label in labels if label.lower() == small]
         found = found or [label for label in labels if small in label.lower()]
         if len(found) != 1:
+            what = f"matches {len(found)} labels" if found else "is unknown"
             there = " | ".join(label for label in found or labels if label != ONLY) or "none"
-            if found:
-                raise UserError(f"{option} {text} matches {len(found)} labels: {there}; give the whole label")
-            raise UserError(f"{option} {text} is unknown; allowed: {there}")
+            raise UserError(f"{option} {text} {what}; give one of: {there}")
         named.add(found[0])
     return [label for label in labels if label in named or not wanted]
 

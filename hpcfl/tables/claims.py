@@ -21,9 +21,9 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from hpcfl.config.key_errors import FileKeys, validate_file
 from hpcfl.config.load import read_yaml
@@ -31,7 +31,7 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent
 from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
-from hpcfl.tables.file import ONLY, Moment, Pair, Text, check_known
+from hpcfl.tables.file import ONLY, Moment, Pair, Text, as_list, check_known
 
 RULES = {"printed": "the paper's rule", "ours": "a rule of ours, which differs from a printed equation"}
 VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
@@ -45,17 +45,13 @@ Line = dict[str, str]
 """A line of a result file, by column."""
 
 
-def _as_list(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
 class Runs(FileKeys):
     """A table that tests a claim: which row is above which."""
 
     table: Text
     """Name of a table file, without .yaml."""
     row: Text
-    above: Annotated[list[Text] | list[float], BeforeValidator(_as_list)] = Field(min_length=1)
+    above: Annotated[list[Text] | list[float], as_list] = Field(min_length=1)
     """Labels of other rows, or an accuracy in %."""
     columns: list[Text] = Field([])
     """Default: all in which the table compares these rows."""

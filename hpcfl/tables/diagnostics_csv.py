@@ -15,7 +15,7 @@ import numpy as np
 from hpcfl.errors import UserError
 from hpcfl.results.run import Run
 from hpcfl.tables.cells import Cell, Table, axes_by_diagnostic
-from hpcfl.tables.file import Curves, HeatMaps
+from hpcfl.tables.file import Curves, HeatMaps, check_known
 
 LOG = logging.getLogger(__name__)
 
@@ -75,9 +75,7 @@ def _check_figure(table: Table, cell: Cell, history: History) -> None:
     for drawing in table.drawings:
         if isinstance(drawing, HeatMaps) and drawing.quantity in history.diagnostics:
             for layer in drawing.layers_in(cell.column) or ():
-                if layer not in history.layers:
-                    there = " | ".join(history.layers)
-                    raise UserError(f"{place}: unknown layer {layer}; allowed: {there}")
+                check_known(place, layer, "layer", history.layers)
         if isinstance(drawing, HeatMaps | Curves) and (drawing.client or 0) >= num_clients:
             raise UserError(f"{place}: client={drawing.client} is invalid; give 0 to {num_clients - 1}")
 
@@ -156,24 +154,20 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[st
         axes = axes_by_diagnostic(cell.config.method.name)
         place = {"label": cell.label, "column": cell.column, "seed": cell.seed}
         for moment in evaluations(history.rounds, SUMMARISED):
-            then = place | {"round": history.rounds[moment]}
+            found: list[tuple[str, int | None, str, float]] = []
             for domain in sorted(set(history.domains)):
                 of_domain = history.accuracy[moment][np.array(history.domains) == domain]
-                found = {
-                    "layer": "",
-                    "clients": f"domain {domain}",
-                    "value": float(f"{of_domain.mean():.6g}"),
-                }
-                lines.append(then | {"quantity": "accuracy"} | found)
+                found.append(("accuracy", None, f"domain {domain}", of_domain.mean()))
             for name, values in history.diagnostics.items():
                 if moment in values:
-                    lines += [
-                        then
-                        | {"quantity": name}
-                        | {"layer": "" if layer is None else history.layers[layer], "clients": clients}
-                        | {"value": float(f"{value:.6g}")}
-                        for layer, clients, value in _summary(axes[name], values[moment], history.common)
-                    ]
+                    found += [(name, *mean) for mean in _summary(axes[name], values[moment], history.common)]
+            lines += [
+                place
+                | {"round": history.rounds[moment], "quantity": name}
+                | {"layer": "" if layer is None else history.layers[layer], "clients": clients}
+                | {"value": float(f"{value:.6g}")}
+                for name, layer, clients, value in found
+            ]
     return lines
 
 

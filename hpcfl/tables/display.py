@@ -119,7 +119,8 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
 
 
 def _why_missing(result: Result) -> str:
-    return "diverged" if result.diverged == result.missing else MISSING
+    missing = [cell for cell in result.cells if cell.seed not in result.runs]
+    return "diverged" if all(cell.has_diverged for cell in missing) else MISSING
 
 
 def _shown(name: str, result: Result, missing: str) -> str:

@@ -107,21 +107,21 @@ def as_files(name: str, picture: Figure) -> dict[str, bytes]:
 def _picture(
     table: Table, drawing: Drawing, title: str, results: Sequence[Result], histories: Histories
 ) -> Figure | None:
-    size = [table.size] if table.size else []
+    notes = [table.size] if table.size else []
     if isinstance(drawing, HeatMaps):
-        return _heat_maps(table, drawing, title, size, results, histories)
+        return _heat_maps(table, drawing, title, notes, results, histories)
     done = [result for result in results if result.runs]
-    notes = [*size, *_scored(results)]
+    if not done:
+        return None
+    notes += _scored(done)
     if any(len(result.runs) > 1 for result in done):
         band = "bands: from the lowest to the highest seed"
         notes.append(band if isinstance(drawing, Curves) else "whiskers: one standard deviation over seeds")
     notes += _missing(results)
     if isinstance(drawing, Curves):
-        if drawing.client is not None:
-            notes += _without_checkpoint(table, done, histories)
-        return _curves(table, drawing, title, notes, done, histories)
+        return _curves(drawing, title, notes, done, histories)
     if isinstance(drawing, Bars):
-        return _bars(table, drawing, title, notes, done)
+        return _bars(drawing, title, notes, done)
     return _points(title, notes, done)
 
 
@@ -164,17 +164,14 @@ def _heat_maps(
     histories: Histories,
 ) -> Figure | None:
     """Draw a line of matrices for each row and column of the table; all are on one scale."""
-    name, axes = drawing.quantity, table.axes_of(drawing.quantity)
+    name, axes = drawing.quantity, table.axes[drawing.quantity]
     results = [one for one in results if axes_by_diagnostic(one.config.method.name).get(name) == axes]
     lines: dict[str, list[_Matrix]] = {}
     for result, side in zip(results, _short_names(results), strict=True):
-        known = {
-            cell.seed: histories[cell.folder]
-            for cell in table.cells_of(result.row.label, result.column)
-            if cell.folder in histories and name in histories[cell.folder].diagnostics
-        }
+        read = ((seed, histories.get(run.path)) for seed, run in result.runs.items())
+        known = [(seed, history) for seed, history in read if history and name in history.diagnostics]
         if known:
-            seed, history = next(iter(known.items()))
+            seed, history = known[0]
             lines[side], said = _matrices(drawing, result.column, axes, history)
             said.append(f"seed {seed}" + f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
             said.append(f"accuracy {percent(result.figures[seed]['accuracy_mean'])} %")
@@ -295,15 +292,13 @@ def _name_ticks(axis: Any, names: Sequence[str]) -> None:
 
 
 def _curves(
-    table: Table,
-    drawing: Curves,
-    title: str,
-    notes: Sequence[str],
-    results: Sequence[Result],
-    histories: Histories,
+    drawing: Curves, title: str, notes: list[str], results: Sequence[Result], histories: Histories
 ) -> Figure | None:
     """Draw a panel for each column, in it a line for each row."""
-    by_result = [(result, *_over_rounds(table, drawing, result, histories)) for result in results]
+    if drawing.client is not None:
+        counts = [sum(run.path not in histories for run in result.runs.values()) for result in results]
+        notes += _seeds_of("without checkpoint", results, counts, [len(result.runs) for result in results])
+    by_result = [(result, *_over_rounds(drawing, result, histories)) for result in results]
     by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if rounds]
     columns = list(dict.fromkeys(result.column for result, *_ in by_result))
     if not columns:
@@ -339,32 +334,23 @@ def _curves(
     return whole
 
 
-def _over_rounds(
-    table: Table, drawing: Curves, result: Result, histories: Histories
-) -> tuple[list[int], np.ndarray]:
+def _over_rounds(drawing: Curves, result: Result, histories: Histories) -> tuple[list[int], np.ndarray]:
     """Return the rounds whose evaluation all seeds have, and the accuracies in % [seeds, rounds]."""
     by_seed: list[dict[int, float]] = []
-    for cell in table.cells_of(result.row.label, result.column):
-        if drawing.client is None and cell.seed in result.runs:
-            metrics = result.runs[cell.seed].metrics
-            by_seed.append(
-                dict(zip(metrics["round"].astype(int).tolist(), metrics["accuracy_mean"], strict=True))
-            )
-        elif drawing.client is not None and cell.folder in histories:
-            history = histories[cell.folder]
+    for run in result.runs.values():
+        if drawing.client is None:
+            rounds, accuracy = run.metrics["round"].astype(int).tolist(), run.metrics["accuracy_mean"]
+            by_seed.append(dict(zip(rounds, accuracy, strict=True)))
+        elif (history := histories.get(run.path)) is not None:
             by_seed.append(dict(zip(history.rounds, history.accuracy[:, drawing.client], strict=True)))
     # train.patience ends seeds after different rounds
     rounds = [number for number in next(iter(by_seed), {}) if all(number in one for one in by_seed)]
     return rounds, 100 * np.array([[one[number] for number in rounds] for one in by_seed])
 
 
-def _bars(
-    table: Table, drawing: Bars, title: str, notes: Sequence[str], results: Sequence[Result]
-) -> Figure | None:
+def _bars(drawing: Bars, title: str, notes: Sequence[str], results: Sequence[Result]) -> Figure:
     """Draw a group of bars for each column, in it a bar for each row."""
-    columns = [column for column in table.columns if any(one.column == column for one in results)]
-    if not columns:
-        return None
+    columns = list(dict.fromkeys(result.column for result in results))
     whole, body = _page(title, notes, COLUMN_INCH if len(results) <= 12 else PAGE_INCH, 2.4)
     axes = body.subplots()
     rows = list(dict.fromkeys(result.row.label for result in results))
@@ -402,10 +388,8 @@ def _common_key(labels: Sequence[str]) -> tuple[str, list[str]]:
     return keys.pop(), [label.rpartition(" = ")[2] for label in labels]
 
 
-def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figure | None:
+def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figure:
     """Draw a point for each row and column; those whose names are the same before a comma look the same."""
-    if not results:
-        return None
     whole, body = _page(title, notes, COLUMN_INCH, 2.6)
     axes = body.subplots()
     names = _short_names(results)
@@ -462,32 +446,24 @@ def _scored(results: Sequence[Result]) -> list[str]:
     """Say when models are scored, where rows differ in it."""
     rows: dict[str, dict[str, None]] = {}
     for result in results:
-        if result.runs:
-            rows.setdefault(result.scored, {})[result.row.label] = None
+        rows.setdefault(result.scored, {})[result.row.label] = None
     said = [f"{moment}: {', '.join(labels)}" for moment, labels in sorted(rows.items())]
     return [f"scored {'; '.join(said)}"] if len(said) > 1 else []
 
 
-def _without_checkpoint(table: Table, results: Sequence[Result], histories: Histories) -> list[str]:
-    """Say of which finished cells no curve of a client is known."""
-    counts = []
-    for result in results:
-        cells = [cell for cell in table.cells_of(result.row.label, result.column) if cell.seed in result.runs]
-        counts.append((sum(cell.folder not in histories for cell in cells), len(cells)))
-    return _seeds_of("without checkpoint", results, counts)
-
-
 def _missing(results: Sequence[Result]) -> list[str]:
     """Say which of the cells that would be drawn are not finished."""
-    counts = [(result.missing, result.missing + len(result.runs)) for result in results]
-    return _seeds_of("missing", results, counts)
+    counts, totals = [result.missing for result in results], [len(result.cells) for result in results]
+    return _seeds_of("missing", results, counts, totals)
 
 
-def _seeds_of(what: str, results: Sequence[Result], counts: Sequence[tuple[int, int]]) -> list[str]:
-    """Say of which results something holds, where `counts` has of each how many seeds, and of how many."""
+def _seeds_of(
+    what: str, results: Sequence[Result], counts: Sequence[int], totals: Sequence[int]
+) -> list[str]:
+    """Say of which results something holds; `counts` has for how many of the `totals` seeds of each."""
     named = [
         f"{name or result.row.label}" + f" ({count} of {total} seeds)" * (count < total)
-        for result, name, (count, total) in zip(results, _short_names(results), counts, strict=True)
+        for result, name, count, total in zip(results, _short_names(results), counts, totals, strict=True)
         if count
     ]
     return [f"{what}: {'; '.join(named)}"] if named else []

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, StrictStr
 
-from hpcfl.config.key_errors import FileKeys, validate_file
+from hpcfl.config.key_errors import FileKeys, shown, validate_file
 from hpcfl.config.keys import GROUPS
 from hpcfl.config.load import read_yaml
 from hpcfl.config.registry import DEFAULT_METHOD
@@ -68,40 +68,14 @@ def _unique(seeds: list[int]) -> list[int]:
     return seeds
 
 
-def _quantity(name: str) -> str:
-    if name not in QUANTITIES:
-        raise ValueError(_unknown(name, "quantity", QUANTITIES))
-    return name
-
-
 def _swept_key(name: str) -> str:
     if name.partition(".")[0] not in GROUPS:
         raise ValueError(f"{name} is not a key of a configuration, such as train.lr")
     return name
 
 
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, dict):
-        raise ValueError("it must be a number, true, false, text, or a list")
-    return value
-
-
-def _published(given: Any) -> Any:
-    numbers = given if isinstance(given, list) else [given]
-    if isinstance(given, dict):
-        numbers = list(given.values())
-    if not all(number is None or (isinstance(number, int | float) and number >= 0) for number in numbers):
-        raise ValueError(
-            "it must be numbers from 0 on, one for each column in a list (null where there is none), or "
-            "column: number"
-        )
-    return given
-
-
 Text = Annotated[StrictStr, AfterValidator(_one_line)]
 Moment = Literal["after_download", "after_training"]
-Published = Annotated[Any, AfterValidator(_published)]
-"""Numbers that the source names: of the only column, of each in turn, or by column, as it is once read."""
 
 
 class PartialConfig(FileKeys):
@@ -125,7 +99,8 @@ class Sweep(FileKeys):
     """A short way to write columns that differ in one key."""
 
     key: Annotated[Text, AfterValidator(_swept_key)]
-    values: list[Annotated[Any, AfterValidator(_plain)]] = Field(min_length=1)
+    values: list[Any] = Field(min_length=1)
+    """Of a column, once read, its own alone."""
 
 
 class _Labelled(PartialConfig):
@@ -138,7 +113,12 @@ class Column(_Labelled):
     config: Text | None = None
     """Configuration file under all other settings, relative to the table file."""
     sweep: Sweep | None = None
-    """Which columns it stands for; once read, which one is among."""
+    """Which columns it stands for."""
+
+    def tree(self) -> dict[str, Any]:
+        """As of other keys; of a sweep, with its first value."""
+        tree = super().tree()
+        return tree if self.sweep is None else merge(tree, {self.sweep.key: self.sweep.values[0]})
 
 
 class Row(_Labelled):
@@ -148,10 +128,10 @@ class Row(_Labelled):
     """Which keys were chosen on a validation split, and among what; the table repeats it."""
     without: list[Text] | None = None
     """Columns in which the row has no cell."""
-    published: Published = None
-    """Accuracy in %."""
-    published_bytes: Published = None
-    """Bytes down and up together of a client in a round."""
+    published: Any = None
+    """Accuracy in %: of the only column, of each in turn, or by column, as it is once read."""
+    published_bytes: Any = None
+    """Likewise, bytes down and up together of a client in a round."""
 
 
 class Pair(FileKeys):
@@ -235,7 +215,7 @@ def _or_label(kind: type[_Labelled]) -> BeforeValidator:
 
 
 _as_pair = BeforeValidator(lambda entry: {"rows": entry} if isinstance(entry, list) else entry)
-_as_list = BeforeValidator(lambda entry: [entry] if isinstance(entry, dict) else entry)
+as_list = BeforeValidator(lambda entry: entry if isinstance(entry, list) else [entry])
 
 
 class TableFile(FileKeys):
@@ -257,12 +237,12 @@ class TableFile(FileKeys):
     """What all cells have in common."""
     columns: list[Annotated[Column, _or_label(Column)]] = Field([], min_length=1)
     sweep: Sweep | None = None
-    """Instead of columns."""
+    """A last entry of the columns, mostly the only one."""
     rows: list[Annotated[Row, _or_label(Row)]] = Field([], min_length=1)
     compare: list[Annotated[Pair, _as_pair]] | None = None
-    show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
+    show: list[StrictStr] = Field([], min_length=1)
     """The quantities of the printed table."""
-    figure: Annotated[list[Drawing], _as_list] | None = Field(None, max_length=26)
+    figure: Annotated[list[Drawing], as_list] | None = Field(None, max_length=26)
     """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
 
 
@@ -273,6 +253,8 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     Its `columns` and `rows` are entries with labels, in which those of the extended file are filled in.
     """
     file = validate_file(path, read_yaml(path), TableFile)
+    for name in file.show:
+        check_known(f"{path}: show", name, "quantity", QUANTITIES)
     layers: list[TableFile] = []
     if file.extends is not None:
         below = path.parent / file.extends
@@ -285,6 +267,12 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
         for name in ("title", "seeds", "rows"):
             if not getattr(file, name):
                 raise UserError(f"{path}: {name} is missing; a table has {', '.join(TableFile.model_fields)}")
+        for entry in (*file.columns, *file.rows):
+            if entry._is_choice:
+                raise UserError(
+                    f"{path}: {entry.label} is a name alone, which chooses from the file that extends names; "
+                    "write {label: NAME, ...} for a column, {method: {name: NAME}} for a row"
+                )
     nothing = TableFile.model_construct(columns=[Column()], show=DEFAULT_SHOW, figure=[])
     base = layers[-1] if layers else nothing
     inherited = {
@@ -299,30 +287,24 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
         for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
             check_known(f"{path}, figure: layers", name, "column", labels)
     config = base.config if file.config is None else str(path.parent / file.config)
-    read = {
-        "columns": columns,
-        "rows": rows,
-        "compare": _pairs(path, file, base, labels, rows),
-        "config": config,
-    }
+    pairs = _pairs(path, file, base, labels, rows)
+    read = {"columns": columns, "rows": rows, "compare": pairs, "config": config}
     return [*layers, file.model_copy(update=inherited | read)]
 
 
 def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     """Return the file's columns, one for each value of a sweep, with their configuration files."""
     before = {column.label: column for column in base.columns}
-    if file.columns and file.sweep is not None:
-        raise UserError(f"{path}: sweep and columns exclude each other; put sweep into one of the columns")
-    swept = [] if file.sweep is None else [Column(sweep=file.sweep)]
+    entries = file.columns + ([] if file.sweep is None else [Column(sweep=file.sweep)])
     columns: dict[str, Column] = {}
-    for number, entry in enumerate(swept or file.columns or [_choice(Column, label) for label in before]):
+    for number, entry in enumerate(entries or [_choice(Column, label) for label in before]):
         place = f"{path}, {place_of('column', number, entry.label)}"
         if entry._is_choice:
-            _check_choice(path, entry.label, "column", before, f"{{label: {entry.label}, ...}}")
+            check_known(str(path), entry.label, "column", before)
         elif not entry.label and entry.sweep is None:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
-        for column in _swept(place, entry):
+        for column in _swept(entry):
             if column.label in columns:
                 raise UserError(
                     f"{place}: another column is called {column.label}; give each a label of its own"
@@ -333,20 +315,15 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     return list(columns.values())
 
 
-def _swept(place: str, column: Column) -> list[Column]:
+def _swept(column: Column) -> list[Column]:
     """Return the columns that an entry stands for."""
     if column.sweep is None:
         return [column]
-    made = []
+    made, key = [], column.sweep.key
     for value in column.sweep.values:
-        shown = str(value).lower() if isinstance(value, bool) else value
-        label = f"{column.sweep.key.rpartition('.')[2]} = {shown}"
-        try:
-            tree = merge(column.tree(), {column.sweep.key: value})
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
+        label = f"{key.rpartition('.')[2]} = {shown(value)}"
         label = f"{column.label}, {label}" if column.label else label
-        made.append(Column.model_construct(label=label, sweep=column.sweep, **tree))
+        made.append(column.model_copy(update={"label": label, "sweep": Sweep(key=key, values=[value])}))
     return made
 
 
@@ -357,7 +334,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
         if row._is_choice:
-            _check_choice(path, row.label, "row", before, f"{{method: {{name: {row.label}}}}}")
+            check_known(str(path), row.label, "row", before)
         label = row.label or _method_name([row, *settings])
         place = f"{path}, {place_of('row', number, label)}"
         if label in rows:
@@ -388,19 +365,23 @@ def _method_name(settings: Iterable[PartialConfig]) -> str:
 
 def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
     """Return published numbers by column; `given` is as the file has them."""
-    if isinstance(given, dict):
-        # a name may look like a number in YAML
-        by_name = {str(name): value for name, value in given.items()}
-        for name in by_name:
-            check_known(place, name, "column", columns)
-        return {name: float(value) for name, value in by_name.items() if value is not None}
-    numbers = given if isinstance(given, list) else [given]
-    if given is not None and len(numbers) != len(columns):
-        raise UserError(
-            f"{place}: {len(numbers)} given for {len(columns)} columns; give one a column, and null where "
-            f"there is none, or {{{columns[0] or 'column'}: number}}"
-        )
-    return {name: float(value) for name, value in zip(columns, numbers, strict=False) if value is not None}
+    if not isinstance(given, dict):
+        numbers = given if isinstance(given, list) else [given]
+        if given is not None and len(numbers) != len(columns):
+            raise UserError(
+                f"{place}: {len(numbers)} given for {len(columns)} columns; give one each, and null where "
+                f"there is none, or {{{columns[0] or 'column'}: number}}"
+            )
+        given = dict(zip(columns, numbers, strict=False))
+    # a name may look like a number in YAML
+    by_name = {str(name): value for name, value in given.items() if value is not None}
+    for name, value in by_name.items():
+        check_known(place, name, "column", columns)
+        if not isinstance(value, int | float) or value < 0:
+            raise UserError(
+                f"{place}: {value!r} is invalid; give numbers from 0 on, and null where there is none"
+            )
+    return {name: float(value) for name, value in by_name.items()}
 
 
 def _pairs(
@@ -408,17 +389,15 @@ def _pairs(
 ) -> list[Pair]:
     """Return the pairs of rows, with their columns; of an extended file's pairs those that are left."""
     without = {row.label: row.without or () for row in rows}
-    pairs = []
-    for pair in base.compare or () if file.compare is None else file.compare:
+    is_own, pairs = file.compare is not None, []
+    for pair in file.compare if file.compare is not None else base.compare or ():
         place = f"{path}, compare {pair.rows[0]} with {pair.rows[1]}"
-        for label in pair.rows if file.compare is not None else ():
+        for label in pair.rows if is_own else ():
             check_known(place, label, "row", without)
-        for name in pair.columns if file.compare is not None else ():
-            check_known(place, name, "column", columns)
         lacking = {name for label in pair.rows for name in without.get(label, columns)}
         both = [name for name in columns if name not in lacking]
         left = [name for name in both if name in (pair.columns or both)]
-        if file.compare is not None and len(left) < max(1, len(pair.columns)):
+        if is_own and len(left) < max(1, len(pair.columns)):
             allowed = " | ".join(both) or "none, so remove this pair"
             raise UserError(f"{place}: its columns need a cell of both rows; allowed: {allowed}")
         if left:
@@ -431,24 +410,10 @@ def place_of(kind: str, number: int, label: str) -> str:
     return f"{kind} {number + 1}" + (f" ({label})" if label else "")
 
 
-def _check_choice(path: Path, name: str, kind: str, known: Iterable[str], instead: str) -> None:
-    """Raise UserError if a name alone, which chooses a row or column of an extended file, chooses none."""
-    if name != ONLY and not any(known):
-        raise UserError(
-            f"{path}: {kind} {name} is a name alone, which chooses a {kind} of the file that extends names; "
-            f"write {instead}"
-        )
-    check_known(str(path), name, kind, known)
-
-
 def check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:
     """Raise UserError if a name is not a known one of its kind, such as "column"."""
     if name not in known:
-        raise UserError(f"{place}: {_unknown(name, kind, known)}")
-
-
-def _unknown(name: str, kind: str, known: Iterable[str]) -> str:
-    names = [label for label in known if label != ONLY]
-    # labels may hold commas
-    there = " | ".join(names) or "none"
-    return f"unknown {kind} {name}; allowed: {there}{did_you_mean(name, names)}"
+        names = [label for label in known if label != ONLY]
+        # labels may hold commas
+        there = " | ".join(names) or "none"
+        raise UserError(f"{place}: unknown {kind} {name}; allowed: {there}{did_you_mean(name, names)}")

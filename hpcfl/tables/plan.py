@@ -61,20 +61,18 @@ def plan(table: Table) -> Document:
     header = ["method", "cells", "finished", "rounds", "time left"]
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
     count, seconds, missing = 0, 0.0, ""
-    changed = [f"{cell.name}: {lines[0]}" for cell in table.chosen if (lines := cell.changes)]
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
         cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
         left_s, reason = 0.0, None
         if finished < len(cells):
-            reason = too_large(method) or lacks_memory(method, state_bytes(method))
-        if reason:
-            LOG.warning(f"{cell.place}, without a time: {reason}")
-        elif finished < len(cells):
-            measured = dry_run(cell.config, arrays, parts)
-            planner = Planner(cell.config.run, method, parts, measured)
-            missing = missing or missing_gpu(cell.config.run, measured)
-            left_s = (len(cells) - finished) * planner.on(1).total_s
+            if reason := too_large(method) or lacks_memory(method, state_bytes(method)):
+                LOG.warning(f"{cell.place}, without a time: {reason}")
+            else:
+                measured = dry_run(cell.config, arrays, parts)
+                planner = Planner(cell.config.run, method, parts, measured)
+                missing = missing or missing_gpu(cell.config.run, measured)
+                left_s = (len(cells) - finished) * planner.on(1).total_s
         numbers = (len(cells), finished, cell.config.train.rounds)
         rows[cell.column].append(
             [cell.label, *map(str, numbers), "-" if reason else readable_seconds(left_s)]
@@ -92,8 +90,4 @@ def plan(table: Table) -> Document:
         f"{count} cells, {readable_seconds(seconds)} of one process on {here} for what is not finished, by a "
         "dry run of one cell of each row in each column.",
     ]
-    if changed:
-        notes.append(
-            f"{len(changed)} cells hold runs of other settings ({changed[0]}): --fresh starts these over."
-        )
     return Document(table.title, notes, grids)

@@ -14,6 +14,7 @@ import torch
 import yaml
 from bits import read_csv, write_csv
 
+from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
@@ -53,7 +54,9 @@ ACCURACIES = {
 def finish(cell: Cell, accuracies: list[float], *, rounds: int = 8, **last: object) -> None:
     """Write the folder of a run to its last round, with two evaluations, of which the first is the better."""
     cell.folder.mkdir(parents=True)
-    (cell.folder / "config.yaml").write_text(cell.config.yaml() + "environment: {ranks: [here cpu loop]}\n")
+    (cell.folder / "config.yaml").write_text(
+        cell.config.yaml() + "environment: {ranks: [here cpu loop], samples: bundled}\n"
+    )
     mean = float(np.mean(accuracies))
     line = dict.fromkeys(METRICS, 0.0) | {"coverage": 0.75, "diverged": 0, "client_steps_per_s": 60}
     line |= {"accuracy_mean": mean, "accuracy_std": float(np.std(accuracies))}
@@ -254,6 +257,7 @@ def test_runs_of_other_data_files_are_shown_but_not_compared(table: Table) -> No
     path = table.cells_of("theirs", "easy")[1].folder / "config.yaml"
     record = yaml.safe_load(path.read_text())
     record["data"] |= {"source": "npz", "path": "mine.npz"}
+    record[ENVIRONMENT]["samples"] = "of mine.npz"
     path.write_text(yaml.safe_dump(record))
     write(table)
     assert read_csv(table.folder / "table.csv")[1]["seeds"] == "3"
