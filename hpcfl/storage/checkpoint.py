@@ -44,7 +44,7 @@ class CheckpointStore:
 
         Raises:
             OSError: the file could not be written, or its bytes are not those that were written.
-            ValueError: a tensor without dimensions, or rows that are not those announced.
+            ValueError: as `write_snapshot`.
         """
         self._unfinished.unlink(missing_ok=True)
         try:
@@ -73,7 +73,7 @@ class CheckpointStore:
             if_damaged: what the user can do if no checkpoint is whole.
 
         Raises:
-            UserError: no checkpoint is whole, or a newer hpcfl wrote it.
+            UserError: no checkpoint is whole, or that which is cannot be used.
         """
         self._newest_is_good, self.last_round = False, None
         if not self.exists:
@@ -83,11 +83,7 @@ class CheckpointStore:
             if damage := find_damage(path):
                 complaints.append(f"{path} {damage}")
                 continue
-            try:
-                loaded = LoadedCheckpoint(path)
-            except UserError as error:
-                complaints.append(str(error))
-                continue
+            loaded = LoadedCheckpoint(path, if_damaged)
             self._newest_is_good = path == self._newest
             self.last_round = loaded.round
             for complaint in complaints:

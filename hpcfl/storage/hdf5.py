@@ -13,7 +13,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,26 +45,39 @@ USER_BLOCK_BYTES = 512
 class LoadedCheckpoint:
     """A verified checkpoint, open for reading; names come in the order in which they were saved."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the file; raise UserError if it lacks parts that a run writes, or has others."""
+    def __init__(self, path: Path, if_damaged: str) -> None:
+        """Open the file.
+
+        Raises UserError if a newer hpcfl wrote it, or if it lacks parts that a run writes, or has others.
+        """
         self.path = path
-        # a file object of our own: a user's script may have the same path open in HDF5 with other options
-        raw = io.FileIO(path)
-        self._file = h5py.File(raw, "r")
+        opened = ExitStack()
         # called at the end if not before
-        self.close = weakref.finalize(self, _close, self._file, raw)
+        self.close = weakref.finalize(self, opened.close)
         """Close the file; what was not read yet cannot be read any more."""
         try:
+            # a file object of our own: a user's script may have the same path open in HDF5 with other options
+            raw = opened.enter_context(io.FileIO(path))
+            self._file = opened.enter_context(h5py.File(raw, "r"))
             _check_own_content(self._file)
             self._read()
         except Exception as error:
             self.close()
-            raise UserError(f"{path} is not a valid hpcfl checkpoint ({one_line(error)})") from error
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"{path} is not a valid hpcfl checkpoint ({one_line(error)}); {if_damaged}"
+            ) from error
 
     def _read(self) -> None:
         """Read all but the large tensors; raises an exception of any type if the file is not as a run's."""
         attributes = self._file.attrs
         self.schema = int(attributes["schema"])
+        if self.schema > SCHEMA:
+            raise UserError(
+                f"{self.path} has checkpoint schema {self.schema}, this hpcfl {__version__} reads up to "
+                f"{SCHEMA}; upgrade hpcfl, or start over: the run's command with --fresh moves it aside"
+            )
         self.round = int(attributes["round"])
         """Completed rounds."""
         self.record = record_of(attributes["config"].decode())
@@ -142,11 +155,6 @@ class LoadedCheckpoint:
             ) from error
 
 
-def _close(file: h5py.File, raw: io.FileIO) -> None:
-    file.close()
-    raw.close()
-
-
 class _TargetFile(io.FileIO):
     """A file that remembers its first failed write instead of raising it.
 
@@ -181,7 +189,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
     Raises:
         OSError: the file could not be written.
-        ValueError: a tensor without dimensions, or rows that are not those announced.
+        ValueError: a name is there twice, or a row is not there once.
     """
     with _TargetFile(path, "w+") as target:
         with h5py.File(
@@ -214,7 +222,7 @@ def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], No
     server = file.create_group("server")
     _write_arrays(server, {name: tensor.numpy(force=True) for name, tensor in snapshot.server.items()})
     for name, tensor in snapshot.derived.items():
-        _write_array(server, name, tensor.numpy(force=True)).attrs["derived"] = 1
+        server.create_dataset(name, data=tensor.numpy(force=True)).attrs["derived"] = 1
     between()
     _write_rows(file.create_group("clients"), snapshot.clients, between)
     for name, models in snapshot.models.items():
@@ -297,24 +305,20 @@ def _read_data(group: h5py.Group) -> DataRecord:
 
 def _write_arrays(group: h5py.Group, arrays: Mapping[str, np.ndarray]) -> None:
     for name, values in arrays.items():
-        _write_array(group, name, values)
+        group.create_dataset(name, data=values)
     group.attrs["names"] = _encode(list(arrays))
 
 
-def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
-    if values.ndim == 0 or values.dtype.kind not in "biuf":
-        raise ValueError(
-            f"{name!r} is {values.dtype} of shape {values.shape}, expected numbers with one dimension or more"
-        )
-    return group.create_dataset(name, data=values)
-
-
 def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> None:
-    datasets = {name: _create_row_dataset(group, name, shaped) for name, shaped in rows.shapes.items()}
+    for name, shaped in rows.shapes.items():
+        # one chunk a row, so that reading some clients touches only theirs
+        chunks = (1, *shaped.shape[1:]) if shaped.numel() else None
+        dtype = torch.empty(0, dtype=shaped.dtype).numpy().dtype
+        group.create_dataset(name, shape=shaped.shape, dtype=dtype, chunks=chunks)
+    group.attrs["names"] = _encode(list(rows.shapes))
     times = {name: np.zeros(len(shaped), dtype=np.int64) for name, shaped in rows.shapes.items()}
-    group.attrs["names"] = _encode(list(datasets))
     for block in rows.blocks:
-        _write_block(datasets, block, rows.shapes, times)
+        _write_block(group, block, times)
         between()
         # Free this block before the next one is made, so that memory never holds two.
         del block
@@ -325,38 +329,17 @@ def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> N
             )
 
 
-def _write_block(
-    datasets: Mapping[str, h5py.Dataset],
-    block: Block,
-    shapes: Mapping[str, torch.Tensor],
-    times: Mapping[str, np.ndarray],
-) -> None:
+def _write_block(group: h5py.Group, block: Block, times: Mapping[str, np.ndarray]) -> None:
     """Write a block's rows, and count in `times` how often each row was written."""
     ids, tensors = block
-    for name, tensor in tensors.items():
-        expected = shapes[name]
-        # HDF5 would broadcast and convert without an error
-        if tensor.shape != (len(ids), *expected.shape[1:]) or tensor.dtype != expected.dtype:
-            raise ValueError(
-                f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not as {expected}"
-            )
-        _write_runs(datasets[name], ids, tensor.numpy(force=True))
-        times[name][ids] += 1
-
-
-def _create_row_dataset(group: h5py.Group, name: str, shaped: torch.Tensor) -> h5py.Dataset:
-    """Create a dataset of one chunk a row, so that reading some clients touches only theirs."""
-    chunks = (1, *shaped.shape[1:]) if shaped.numel() else None
-    dtype = torch.empty(0, dtype=shaped.dtype).numpy().dtype
-    return group.create_dataset(name, shape=shaped.shape, dtype=dtype, chunks=chunks)
-
-
-def _write_runs(dataset: h5py.Dataset, ids: np.ndarray, values: np.ndarray) -> None:
-    """Write values [n, ...] to the rows `ids` [n], one call for each run of neighbouring rows."""
+    # one call for each run of neighbouring rows
     ends_of_runs = np.flatnonzero(np.diff(ids) != 1) + 1
-    for run, run_values in zip(np.split(ids, ends_of_runs), np.split(values, ends_of_runs), strict=True):
-        if len(run):
-            dataset[run[0] : run[-1] + 1] = run_values
+    for name, tensor in tensors.items():
+        runs = np.split(tensor.numpy(force=True), ends_of_runs)
+        for rows, values in zip(np.split(ids, ends_of_runs), runs, strict=True):
+            if len(rows):
+                group[name][rows[0] : rows[-1] + 1] = values
+        times[name][ids] += 1
 
 
 def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
@@ -373,14 +356,10 @@ def _read_tensor(data: h5py.Dataset, row: int | None = None) -> torch.Tensor:
     NumPy aligns memory less strictly, which may change the last bits of a product.
     """
     shape = data.shape if row is None else data.shape[1:]
-    tensor = torch.empty(shape, dtype=_torch_type(data))
+    tensor = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
     if tensor.numel():
         data.read_direct(tensor.numpy(), np.s_[:] if row is None else np.s_[row])
     return tensor
-
-
-def _torch_type(data: h5py.Dataset) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, data.dtype)).dtype
 
 
 def _encode(texts: Sequence[str]) -> np.ndarray:
@@ -395,30 +374,17 @@ def _decode(encoded: np.ndarray) -> tuple[str, ...]:
 
 
 def find_damage(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint at `path`, None where nothing is; may take long.
-
-    Raises:
-        UserError: it is whole, but a newer hpcfl wrote it.
-    """
+    """Return what is wrong with the bytes of a checkpoint, None where nothing is; may take long."""
     try:
         with io.FileIO(path) as raw:
             user_block = raw.read(USER_BLOCK_BYTES)
-            if user_block != _user_block(_sha256_after_user_block(raw)):
-                return "is damaged (its bytes do not match the SHA-256 at its start)"
-        with io.FileIO(path) as raw, h5py.File(raw, "r") as file:
-            schema = int(file.attrs.get("schema", 0))
-            if schema > SCHEMA:
-                raise UserError(
-                    f"{path} has checkpoint schema {schema}, this hpcfl {__version__} reads up to {SCHEMA}; "
-                    "upgrade hpcfl, or start over: the run's command with --fresh moves the folder aside"
-                )
+            if user_block == _user_block(_sha256_after_user_block(raw)):
+                return None
     except FileNotFoundError:
         return "is missing"
-    except UserError:
-        raise
-    except Exception as error:
-        return f"is damaged (it cannot be read: {error})"
-    return None
+    except OSError as error:
+        return f"is damaged (it cannot be read: {error.strerror})"
+    return "is damaged (its bytes do not match the SHA-256 at its start)"
 
 
 def _sha256_after_user_block(raw: io.FileIO) -> str:

@@ -76,58 +76,44 @@ class RunFolder:
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is not a run folder or holds a checkpoint of another configuration."""
         try:
-            self._check(fresh)
+            if not self.path.exists():
+                return
+            if not (self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists):
+                raise UserError(
+                    f"{self.path} exists but is not a run folder; delete it, or name another with --out DIR"
+                )
+            recorded = None if fresh else self._recorded()
         except OSError as error:
             # such as a name that is too long, or a folder of someone else
             raise UserError(f"{self.path}: {error.strerror}; name another folder with --out DIR") from error
-
-    def _check(self, fresh: bool) -> None:
-        """See `check`; raises OSError where the system refuses to look."""
-        if not self.path.exists():
-            return
-        if not (self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists):
-            raise UserError(
-                f"{self.path} exists but is not a run folder; delete it, or name another with --out DIR"
-            )
-        recorded = None if fresh else self._recorded()
-        if recorded is None:
-            return
-        # of more rounds, none may have been saved: the checkpoint tells
-        has_more = recorded["train"]["rounds"] > self.config.train.rounds
-        changed = self._changed(recorded, but=["train.rounds"] * has_more)
         # without a checkpoint, as after a mistake in one's own method, there is nothing to lose
-        if changed and self.store.exists:
-            raise self._refusal(changed, recorded["train"]["rounds"])
+        if recorded is not None and self.store.exists:
+            # of more rounds, none may have been saved: the checkpoint tells
+            has_more = recorded["train"]["rounds"] > self.config.train.rounds
+            self._compare(recorded, but=["train.rounds"] * has_more)
 
-    def _refusal(self, changed: Sequence[str], rounds: int) -> UserError:
-        """Return the error for a folder whose run of `rounds` rounds differs in these keys."""
-        what = f"a run with another configuration ({'; '.join(changed)}); give the same keys"
-        if texts := self._other_texts(changed):
-            what = f"a run with another text of {', '.join(texts)}; bring that text back"
-        elif _are_rounds(changed):
-            is_more = rounds < self.config.train.rounds
-            why = "its results depend on that number" if is_more else "a run can only get more"
-            what = f"a run with train.rounds={rounds}, and {why}; give the same number"
-        return UserError(
-            f"{self.path} holds {what} to resume it; --out DIR names another folder, and --fresh starts over"
-        )
-
-    def _other_texts(self, changed: Sequence[str]) -> list[str]:
-        """Return the user's own files and classes (`Config.own_code`) whose texts are all that has changed;
-        else []."""
-        keys = {line.partition(":")[0] for line in changed}
-        texts = [file for file in self.config.own_code if digest_key(file.partition("=")[0]) in keys]
-        return texts if len(texts) == len(keys) else []
-
-    def _changed(self, recorded: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
-        """Return the keys, all but some, that differ from a recorded run's, and so prevent a resume.
+    def _compare(self, recorded: Mapping[str, Any], but: Sequence[str] = ()) -> None:
+        """Raise UserError if keys other than some differ from a recorded run's, so that it cannot be resumed.
 
         The same data may be in another place; their checksum is compared later.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         is_extended = self._is_extendable and there["train"]["rounds"] < self.config.train.rounds
         free = ["data.path", *["train.rounds"] * is_extended, *but]
-        return differences(there, self.config.tree(), but=free)
+        changed = differences(there, self.config.tree(), but=free)
+        if not changed:
+            return
+        keys = {line.partition(":")[0] for line in changed}
+        what, remedy = f"another configuration ({'; '.join(changed)})", "give the same keys"
+        texts = [file for file in self.config.own_code if digest_key(file.partition("=")[0]) in keys]
+        if len(texts) == len(keys):
+            what, remedy = f"another text of {', '.join(texts)}", "bring that text back"
+        elif keys == {"train.rounds"}:
+            remedy = f"a run can only get more, and none if its results depend on them; {remedy}"
+        raise UserError(
+            f"{self.path} holds a run with {what}; {remedy} to resume it; --out DIR names another folder, "
+            "and --fresh starts over"
+        )
 
     def open(
         self,
@@ -209,14 +195,7 @@ class RunFolder:
         """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
-        over = "or add --fresh to move the folder aside and start over"
-        if changed := self._changed(found.record):
-            if self._recorded() is None or _are_rounds(changed):
-                raise self._refusal(changed, found.record["train"]["rounds"])
-            raise UserError(
-                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); restore this "
-                f"run's own checkpoint, {over}"
-            )
+        self._compare(found.record)
         other = None
         if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
@@ -225,19 +204,18 @@ class RunFolder:
         if other:
             raise UserError(
                 f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
-                f"finish the run with that version, {over}; report, compare, export and predict can read it"
+                "finish the run with that version, or add --fresh to move the folder aside and start over; "
+                "report, compare, export and predict can read it"
             )
         there, here = found.data, data or found.data
-        division = "the division of the data among clients has"
-        for what, before, now in (
-            ("the data have", there.digest, here.digest),
-            (division, there.partition_digest, here.partition_digest),
-        ):
-            if before not in (0, now):
-                raise UserError(
-                    f"{what} changed since {found.path} was written: bring the earlier one back to resume "
-                    "this run, give --out DIR for another folder, or --fresh to start over"
-                )
+        what = "the data have" if there.digest not in (0, here.digest) else ""
+        if there.partition_digest not in (0, here.partition_digest):
+            what = what or "the division of the data among clients has"
+        if what:
+            raise UserError(
+                f"{what} changed since {found.path} was written: bring the earlier one back to resume "
+                "this run, give --out DIR for another folder, or --fresh to start over"
+            )
 
     def take_checkpoint(self) -> LoadedCheckpoint | None:
         """Return the open checkpoint, and keep none: memory may not hold it beside the run."""
@@ -406,11 +384,6 @@ def _compare_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> N
                 f"this run began with {key} {before[key]} and continues with {now[key]}: "
                 "the last bits may differ"
             )
-
-
-def _are_rounds(changed: Sequence[str]) -> bool:
-    """Whether `train.rounds` is the one key that differs."""
-    return [line.partition(":")[0] for line in changed] == ["train.rounds"]
 
 
 def _check_links(path: Path) -> None:

@@ -160,7 +160,7 @@ def test_another_configuration_is_refused(finished: Path, capsys: pytest.Capture
     before = contents(finished)
     for words, expected in (
         (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
-        (["train.rounds=1"], "with train.rounds=2, and a run can only get more; give the same number"),
+        (["train.rounds=1"], "(train.rounds: 2 there, 1 here); a run can only get more, and none if its"),
     ):
         message = refused(capsys, *TINY, *words, "--out", finished)
         assert expected in message
