@@ -74,9 +74,9 @@ def _packed(recorded: Recorded, max_bytes: int) -> Json:
     diagnostic, values = recorded.diagnostic, recorded.values
     axes = diagnostic.axes
     notes = ["only the last evaluation: earlier ones are not stored for so many clients"] * recorded.is_newest
-    clients = values.shape[1]
-    shown = min(clients, MAX_CLIENTS)
-    while shown > 1 and _size(values.shape[1:], axes, shown) > max_bytes:
+    clients, client_axes = values.shape[1], axes.count("client")
+    shown, others = min(clients, MAX_CLIENTS), math.prod(values.shape[1:]) // clients**client_axes
+    while shown > 1 and others * shown**client_axes > max_bytes:
         shown //= 2
     if shown < clients:
         values = values[(slice(None), *(slice(shown if axis == "client" else None) for axis in axes))]
@@ -108,10 +108,6 @@ def _packed(recorded: Recorded, max_bytes: int) -> Json:
         **({"lines": [numbers(line) for line in values.T]} if is_line else {"codes": base64_of(codes)}),
         "note": "; ".join(notes),
     }
-
-
-def _size(shape: tuple[int, ...], axes: tuple[str, ...], clients: int) -> int:
-    return math.prod(clients if axis == "client" else size for axis, size in zip(axes, shape, strict=True))
 
 
 def _coded(diagnostic: Diagnostic, values: np.ndarray) -> tuple[np.ndarray, float, float]:

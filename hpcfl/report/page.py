@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from hpcfl import __version__
@@ -27,19 +26,19 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         UserError: a run cannot be shown, runs cannot be compared, or the file cannot be written.
         StorageError: there is no room.
     """
-    text = render(runs)
-    with writing(out, "name another file with --out FILE"):
-        replace_file(out, text)
-
-
-def render(runs: Sequence[Run]) -> str:
-    """Return the page of runs; UserError for runs that cannot be shown together."""
     content = page_content(runs, labels_of(runs))
     # the template prints these; a value may be infinite, which JSON does not have
     written_out = ("configuration", "environment")
     shown = [{key: value for key, value in run.items() if key not in written_out} for run in content["runs"]]
     data = json.dumps(content | {"runs": shown}, separators=(",", ":"), allow_nan=False)
-    return _template().render(
+    pages = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = pages.get_template("page.html").render(
         **content,
         title=content["runs"][0]["label"] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
@@ -48,19 +47,8 @@ def render(runs: Sequence[Run]) -> str:
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
     )
-
-
-@cache
-def _template() -> Template:
-    """Return the page's template, which takes longer to compile than to fill in."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html")
+    with writing(out, "name another file with --out FILE"):
+        replace_file(out, text)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

@@ -73,7 +73,13 @@ class TrainedModels:
             return self._global()
         client = self.number(client)
         if not self._checkpoint.has_models:
-            raise UserError(self._without_models())
+            has_global = self.method.traits.has_global_model
+            instead = f", or take {GLOBAL}, which is there already" if has_global else ""
+            raise UserError(
+                f"{self.path} is of round {self.round} of {self.config.train.rounds} and has no personalised "
+                "models yet; they are saved after the last round; let the run finish (run its command again "
+                f"to resume){instead}"
+            )
         return _with_buffers(self._checkpoint.model(client))
 
     def network(self, client: ClientName) -> nn.Module:
@@ -226,14 +232,6 @@ class TrainedModels:
                 "for the model of a method that has one for all"
             )
         return int(client)
-
-    def _without_models(self) -> str:
-        rounds = self.config.train.rounds
-        instead = f", or take {GLOBAL}, which is there already" if self.method.traits.has_global_model else ""
-        return (
-            f"{self.path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
-            f"saved after the last round; let the run finish (run its command again to resume){instead}"
-        )
 
 
 def _with_buffers(model: Tensors) -> Tensors:

@@ -36,11 +36,6 @@ LOG = logging.getLogger(__name__)
 LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
 
-_NO_CHECKPOINT = (
-    "its models and histories are lost, the figures in its CSV files are not; restore the checkpoint "
-    "from a backup, or name the folder of another run"
-)
-
 RunState = Literal["running", "finished", "stopped", "killed", "unknown"]
 """`stopped`: the lock is released; `killed`: it is not. `unknown`: on another machine, may be
 running."""
@@ -268,7 +263,10 @@ class Run:
             UserError: all checkpoints are damaged.
         """
         self._check_unchanged()
-        return CheckpointStore(self.path).load(_NO_CHECKPOINT)
+        return CheckpointStore(self.path).load(
+            "its models and histories are lost, the figures in its CSV files are not; restore the checkpoint "
+            "from a backup, or name the folder of another run"
+        )
 
     @cached_property
     def confusion(self) -> Columns:
@@ -349,14 +347,9 @@ class Run:
         """The models of the newest checkpoint; raises UserError where there is no checkpoint, or where the
         run's own method has been defined anew since then."""
         if self.checkpoint is None:
-            if self.is_finished:
-                raise UserError(
-                    f"{self.path} has no checkpoint.h5, which has the models; copy it from where the run was "
-                    "made"
-                )
             raise UserError(
-                f"{self.path} has no checkpoint yet, and so no models: they are saved after the last of its "
-                f"{self.config.train.rounds} rounds; let the run finish (run its command again to resume)"
+                f"{self.path} has no checkpoint.h5, which has the models; copy it from where the run was "
+                "made, or let the run finish (run its command again to resume)"
             )
         name, code = self.config.method.name, self.record["method"].get("code")
         if code != code_in_use("method.path", name, METHODS[name]):

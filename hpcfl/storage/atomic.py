@@ -44,12 +44,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def writing(what: str | Path, advice: str) -> Iterator[None]:
-    """Turn an OSError into a StorageError where there is no room, else into a UserError that gives advice."""
+def writing(what: str | Path, advice: str, of_storage: tuple[int, ...] = NO_ROOM) -> Iterator[None]:
+    """Turn an OSError into a StorageError where its number is one `of_storage`, else into a UserError that
+    gives advice."""
     try:
         yield
     except OSError as error:
-        problem = f"cannot write {what}: {error.strerror}"
-        if error.errno in NO_ROOM:
+        problem = f"cannot write {what}: {error.strerror or error}"
+        if error.errno in of_storage:
             raise StorageError(f"{problem}; {REMEDIES[error.errno]} and rerun the same command") from error
         raise UserError(f"{problem}; {advice}") from error

@@ -67,14 +67,12 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
 
 def record_of(text: str) -> dict[str, Any]:
     """Return the nested keys of a run's configuration in YAML; raise ValueError if it is not one."""
-    tree = parse_yaml(text)
+    tree: dict[str, Any] = parse_yaml(text)
     is_record = isinstance(tree, dict) and all(tree.get(group) for group in _GROUPS)
-    if not is_record or not all(isinstance(group, dict) for group in tree.values()):
-        raise ValueError("a configuration without the groups of keys that every run has")
-    if not isinstance(tree["train"].get("rounds"), int):
-        raise ValueError("a configuration without a number of rounds")
-    found: dict[str, Any] = tree
-    return found
+    is_record = is_record and all(isinstance(group, dict) for group in tree.values())
+    if not is_record or not isinstance(tree["train"].get("rounds"), int):
+        raise ValueError("a configuration without the groups of keys that every run has, or train.rounds")
+    return tree
 
 
 def whole_lines(path: Path, max_bytes: int | None = None) -> list[str]:
@@ -116,10 +114,10 @@ def read_columns(path: Path) -> Columns:
 
 def damaged(path: Path, line: int) -> UserError:
     """Return the error for a damaged line of a run's CSV file."""
-    remedy = "delete it and rerun the run's command, which writes it again from the checkpoint"
-    if not any(path.parent.glob("checkpoint*.h5")):
-        remedy = "rerun the run's command with --fresh, which moves its folder aside and starts over"
-    return UserError(f"{path}, line {line}: damaged; restore the file from a backup, or {remedy}")
+    return UserError(
+        f"{path}, line {line}: damaged; restore the file from a backup, or delete it and rerun the run's "
+        "command, which writes it again; without a checkpoint, rerun the run's command with --fresh"
+    )
 
 
 def _value(name: str, cell: str) -> float | str:

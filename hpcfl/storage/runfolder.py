@@ -19,7 +19,7 @@ from hpcfl.config.load import differences
 from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.parameters import ParameterLayout
-from hpcfl.storage.atomic import NO_ROOM, REMEDIES
+from hpcfl.storage.atomic import NO_ROOM, REMEDIES, writing
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.ledger import (
@@ -135,7 +135,9 @@ class RunFolder:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
             StorageError: there is no room to write.
         """
-        try:
+        # on a read-only disk, a new run can begin in another folder
+        of_storage = (*NO_ROOM, errno.EROFS) if self.store.exists else NO_ROOM
+        with writing(f"the run folder {self.path}", "name another with --out DIR", of_storage):
             self._take(fresh, at_exit)
             at_exit.callback(self._close_tracker)
             # another run may have come and gone since the first look
@@ -145,15 +147,6 @@ class RunFolder:
             if self.checkpoint is None:
                 self._check_start_over()
             self._write_record(environment)
-        except OSError as error:
-            problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
-            # on a read-only disk, a new run can begin in another folder
-            to_be_resumed: tuple[int, ...] = (*NO_ROOM, errno.EROFS) if self.store.exists else NO_ROOM
-            if error.errno in to_be_resumed:
-                raise StorageError(
-                    f"{problem}; {REMEDIES[error.errno]} and rerun the same command to resume"
-                ) from error
-            raise UserError(f"{problem}; name another with --out DIR") from error
 
     def _check_start_over(self) -> None:
         """Warn where rounds are done that have no checkpoint; UserError if the run was finished."""

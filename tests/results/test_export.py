@@ -277,7 +277,8 @@ def test_an_unfinished_run_has_no_personalised_models(
     assert "checkpoint.prev.h5 is damaged" in error
     (unfinished / "checkpoint.prev.h5").unlink()
     error = refused(capsys, *command, "0", may_warn=True)
-    assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
+    assert "has no checkpoint.h5, which has the models; " in error
+    assert "or let the run finish (run its command again to resume)" in error
 
 
 def test_a_finished_run_without_its_checkpoint_says_what_to_copy(

@@ -41,7 +41,8 @@ WRITABLE = "make the folder writable"
 FREE = "free space on the disk (see df -h and your quota)"
 FOREIGN = "pid 7 on another-node, job 12345"
 LOCK = f"{FOREIGN}\n"
-AGAIN = "rerun the same command to resume"
+SAME_COMMAND = "rerun the same command"
+AGAIN = f"{SAME_COMMAND} to resume"
 IF_MOVED = " (with --out DIR, if the folder has another path now)"
 LOST = "was moved or deleted, or lost its .lock, while this run wrote it"
 CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
@@ -162,11 +163,11 @@ def test_a_run_is_refused_if_the_disk_has_no_room_for_its_lock(
     # twice: what the first attempt held is free again
     for _ in range(2):
         assert run_here(folder, settings) == STORAGE_ERROR
-        expected = f"cannot write the run folder {folder}: No space left on device; {FREE} and {AGAIN}"
+        expected = f"cannot write the run folder {folder}: No space left on device; {FREE} and {SAME_COMMAND}"
         assert the_error(capfd).endswith(expected)
     remount(small_disk, "ro")
     assert run_here(folder, settings) == STORAGE_ERROR
-    expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {AGAIN}"
+    expected = f"cannot write the run folder {folder}: Read-only file system; {WRITABLE} and {SAME_COMMAND}"
     assert the_error(capfd).endswith(expected)
     assert run_here(small_disk / "new", settings) == BAD_INPUT
     assert the_error(capfd).endswith("Read-only file system; name another with --out DIR")
