@@ -62,7 +62,6 @@ MAX_CLASSES = 1000
 """Most classes of a confusion matrix that is drawn."""
 UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
 
-
 HEADLINES = (
     *("Mean accuracy", "Spread", "Worst tenth", "Unseen clients"),
     *METRIC_NAMES.values(),
@@ -88,11 +87,7 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
-    try:
-        shown = [_run_content(run, label, len(runs)) for run, label in zip(runs, labels, strict=True)]
-    finally:
-        for run in runs:
-            run.close()
+    shown = [_run_content(run, label, len(runs)) for run, label in zip(runs, labels, strict=True)]
     known = {figure["name"] for one in shown for figure in one["headline"]}
     for one in shown:
         of_run = {figure["name"]: figure for figure in one["headline"]}

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.config.keys import Config, Layout
@@ -69,9 +69,14 @@ class TrainedModels:
         Raises:
             UserError: there is no such model.
         """
-        if client == GLOBAL:
-            return self._global()
-        client = self.number(client)
+        model = self._global() if client == GLOBAL else self._of_client(self.number(client))
+        if BUFFERS not in model:
+            theta = model.get("theta", torch.empty(0))
+            model[BUFFERS] = theta.new_empty(*theta.shape[:-1], 0)
+        return model
+
+    def _of_client(self, client: int) -> Tensors:
+        """Return a client's model; raise UserError before the checkpoint has them."""
         if not self._checkpoint.has_models:
             has_global = self.method.traits.has_global_model
             instead = f", or take {GLOBAL}, which is there already" if has_global else ""
@@ -80,7 +85,7 @@ class TrainedModels:
                 "models yet; they are saved after the last round; let the run finish (run its command again "
                 f"to resume){instead}"
             )
-        return _with_buffers(self._checkpoint.model(client))
+        return self._checkpoint.model(client)
 
     def network(self, client: ClientName) -> nn.Module:
         """Return a model as a network in evaluation mode, from normalised samples to logits.
@@ -221,7 +226,7 @@ class TrainedModels:
                 f"the global model of method.name={name} has no running statistics of BatchNorm, which stay "
                 f"with the clients (train.buffers={method.buffers.policy}); {theirs}"
             )
-        return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
+        return {name: server[name] for name in ("theta", BUFFERS) if name in server}
 
     def number(self, client: int) -> int:
         """Return a client's number as an int, from columns of CSV files too; UserError for another."""
@@ -232,12 +237,3 @@ class TrainedModels:
                 "for the model of a method that has one for all"
             )
         return int(client)
-
-
-def _with_buffers(model: Tensors) -> Tensors:
-    """Add empty running statistics if the checkpoint has none."""
-    if BUFFERS in model:
-        return model
-    theta = model.get("theta", torch.empty(0))
-    nothing: Tensor = theta.new_empty(*theta.shape[:-1], 0)
-    return model | {BUFFERS: nothing}

@@ -33,9 +33,6 @@ from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, w
 
 LOG = logging.getLogger(__name__)
 
-LOG_BYTES = 10_000
-"""Number of bytes read from the end of log.txt."""
-
 RunState = Literal["running", "finished", "stopped", "killed", "unknown"]
 """`stopped`: the lock is released; `killed`: it is not. `unknown`: on another machine, may be
 running."""
@@ -157,8 +154,8 @@ class Run:
 
     @property
     def log(self) -> list[str]:
-        """The last lines of log.txt."""
-        return [printable(line) for line in whole_lines(self.path / "log.txt", LOG_BYTES)]
+        """The lines of log.txt."""
+        return [printable(line) for line in whole_lines(self.path / "log.txt")]
 
     @property
     def done(self) -> int:

@@ -36,6 +36,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(unfinished, flags, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            # a node without power would leave it empty
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         with suppress(OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +74,10 @@ def record_of(text: str) -> dict[str, Any]:
     return tree
 
 
-def whole_lines(path: Path, max_bytes: int | None = None) -> list[str]:
-    """Return the complete lines of a file, or of its last bytes; none if there is no file.
-
-    Raises UserError if the file cannot be read.
-    """
+def whole_lines(path: Path) -> list[str]:
+    """Return the complete lines of a file, none if there is no file; UserError if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            if max_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
-            found = file.read()
+        found = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:

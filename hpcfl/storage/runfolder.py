@@ -19,7 +19,7 @@ from hpcfl.config.load import differences
 from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.parameters import ParameterLayout
-from hpcfl.storage.atomic import NO_ROOM, REMEDIES, writing
+from hpcfl.storage.atomic import NO_ROOM, REMEDIES, replace_file, writing
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.ledger import (
@@ -37,9 +37,6 @@ from hpcfl.storage.snapshot import DataRecord, Snapshot
 from hpcfl.storage.trackers import TRACKERS, Tracker
 
 LOG = logging.getLogger(__name__)
-
-UNFINISHED_NAME = "config.yaml.tmp"
-"""Name of config.yaml until it is complete; a killed run may leave it."""
 
 
 class RunFolder:
@@ -175,14 +172,10 @@ class RunFolder:
                 return
             environment = record[ENVIRONMENT]
         _compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
-        whole, unfinished = self.path / "config.yaml", self.path / UNFINISHED_NAME
+        path = self.path / "config.yaml"
         if record is None and self.store.exists:
-            LOG.warning(f"{whole} is {'damaged' if whole.is_file() else 'missing'}, and is written again")
-        with unfinished.open("w") as file:
-            file.write(self.config.yaml() + yaml_of({ENVIRONMENT: environment}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, whole)
+            LOG.warning(f"{path} is {'damaged' if path.is_file() else 'missing'}, and is written again")
+        replace_file(path, self.config.yaml() + yaml_of({ENVIRONMENT: environment}))
 
     def _check_checkpoint(self, layout: ParameterLayout, data: DataRecord | None) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
@@ -336,8 +329,9 @@ class RunFolder:
         self._loss = at_exit.enter_context(locked(self.path))
 
     def _is_empty(self) -> bool:
-        passing = (LOCK_NAME, UNFINISHED_NAME)
-        return self.path.is_dir() and all(entry.name in passing for entry in self.path.iterdir())
+        # a killed run may leave an unfinished config.yaml
+        passing = (LOCK_NAME, ".config.yaml.")
+        return self.path.is_dir() and all(entry.name.startswith(passing) for entry in self.path.iterdir())
 
     def _recorded(self) -> dict[str, Any] | None:
         """Return the keys of config.yaml; None without it, or if it is damaged and there is a checkpoint.

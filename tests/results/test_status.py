@@ -70,13 +70,6 @@ def test_a_damaged_header_is_named(folder: Path, name: str) -> None:
         assert Run(folder).metrics
 
 
-def test_only_the_end_of_a_long_log_is_read(folder: Path) -> None:
-    (folder / "log.txt").write_text("2026-01-01 00:00:00 round 1/9  accuracy 10.00%\n" * 10_000 + "last\n")
-    log = Run(folder).log
-    assert log[-1] == "last"
-    assert 10 < len(log) < 500
-
-
 def test_the_status_of_a_run_follows_from_its_lock(folder: Path) -> None:
     assert Run(folder).status.state == "stopped"
     with locked(folder):

@@ -147,6 +147,6 @@ def test_a_run_killed_before_config_yaml_was_written_is_resumed(
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".lock").touch()
-    (folder / "config.yaml.tmp").write_text("method:\n  na")
+    (folder / ".config.yaml.node-7").write_text("method:\n  na")
     assert run_here(folder, [*settings, *short("fedavg")]) == FINISHED
     assert not differing(uninterrupted("fedavg"), folder)

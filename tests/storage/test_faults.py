@@ -396,7 +396,7 @@ def test_a_full_or_missing_tmp_changes_nothing(
 def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
     settings: list[str], resume: Resume, copied: Path, capfd: Capture, kept: float
 ) -> None:
-    shutil.copy(copied / "config.yaml", copied / "config.yaml.tmp")
+    shutil.copy(copied / "config.yaml", copied / ".config.yaml.node-7")
     for path in copied.iterdir():
         if path.name != "checkpoint.prev.h5":
             os.truncate(path, int(kept * path.stat().st_size))
