@@ -88,11 +88,7 @@ class TrainedModels:
         return self._checkpoint.model(client)
 
     def network(self, client: ClientName) -> nn.Module:
-        """Return a model as a network in evaluation mode, from normalised samples to logits.
-
-        Raises:
-            UserError: there is no such model, or its method does not predict by one network.
-        """
+        """Return what `Run.network` does."""
         if not self.is_network:
             raise UserError(
                 f"method.name={self.config.method.name} predicts by a rule of its own (predict), "
@@ -135,19 +131,7 @@ class TrainedModels:
     def probabilities(
         self, client: ClientName, samples: object, layout: Layout | None = None, where: str = "samples"
     ) -> np.ndarray:
-        """Return class probabilities float32 [n, K], by the method's own rule.
-
-        Args:
-            client: the model's client, or "global".
-            samples: as the run's source stores them, of the run's shape and type. Channels of images and
-                series may also be the last axis; grey images may be [n, H, W].
-            layout: which axis the channels are; default: the one that fits; if both fit, the run's
-                data.layout.
-            where: prefix of error messages.
-
-        Raises:
-            UserError: there is no such model, or the samples are not like the run's.
-        """
+        """Return what `Run.predict` does; `where` begins the messages of its errors."""
         x = self._as_stored(samples, layout, where)
         model = Message(per_client={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
         clients = self._client_of(0 if client == GLOBAL else client, x)

@@ -378,7 +378,8 @@ class Run:
         return self.models.network(client)
 
     def predict(self, client: ClientName, samples: object, layout: Layout | None = None) -> np.ndarray:
-        """Return class probabilities float32 [n, K] of samples as the run's data set stores them.
+        """Return class probabilities float32 [n, K] of samples as the run's data set stores them, by the
+        method's own rule.
 
         Channels of images and series are the second or last axis, and grey images may be [n, H, W]; `layout`
         is by default the one that fits, or the run's data.layout if both fit. Raises UserError as `model`, or
