@@ -33,10 +33,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        words = re.findall(r"(?<!\S)--?([a-z]+[\w.]*)(?:[= ]([^\s-]\S*))?", message)
-        keys = " ".join(f"{word}={value or 'VALUE'}" for word, value in words if "." in word)
-        hint = f"keys have no dashes, write {keys}; " if keys else ""
-        raise UserError(f"{message}; {hint}see {self.prog} --help")
+        hint = "; keys have no dashes, write key.sub=VALUE" if re.search(r" --?[a-z]+\.\w", message) else ""
+        raise UserError(f"{message}{hint}; see {self.prog} --help")
 
 
 def whole_number(text: str) -> int:
@@ -52,7 +50,7 @@ def add_own_code(parser: Parser) -> None:
         "--own-code",
         type=partial(allow, "--own-code"),
         metavar="FILE.py",
-        help="allow the Python code of this file to run",
+        help="Python file that a configuration may run",
     )
 
 
@@ -81,14 +79,8 @@ def is_bare_key(word: str) -> bool:
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
     """Separate the configuration file from the `key=value` words; UserError for a second file, or a key
     without its value."""
-    for number, word in enumerate(settings, 1):
-        # key = value, in words of their own
-        key = word.removesuffix("=")
-        value = next((later.removeprefix("=") for later in settings[number:] if later != "="), "")
-        has_value = bool(value) and not ("=" in value or is_file(value) or is_bare_key(value))
-        # key= alone is null
-        if is_bare_key(key) and (has_value or key == word):
-            raise UserError(f"{key} has no value; write {key}={value if has_value else 'VALUE'}")
+    if keys := [word for word in settings if is_bare_key(word)]:
+        raise UserError(f"{keys[0]} has no value; write {keys[0]}=VALUE, without spaces")
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:
         raise UserError(

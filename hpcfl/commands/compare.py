@@ -18,7 +18,6 @@ def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     and over seeds: conclude on methods from the latter. The runs must have the same clients with the
     same samples. Runs of one configuration with several seeds, such as A-s0 B-s0 A-s1 B-s1, are
     combined. Of a folder of runs, all finished runs are compared.
-    A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
     folders = parser().parse_args(arguments).runs
     print(compare(*(run for folder in folders for run in finished_runs(folder))))

@@ -18,7 +18,6 @@ def export_models(arguments: Sequence[str], world: Communicator) -> None:
     A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors, client3.json and
     client3.pt2, a whole model from samples to probabilities, which needs only PyTorch (torch.export.load).
     FILE.pt, FILE.safetensors or FILE.pt2 is one of these.
-    A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL, ALL)

@@ -92,12 +92,7 @@ def _chosen(words: Sequence[str]) -> list[Key]:
             raise UserError(f"{word} has no keys of its own; see hpcfl list keys")
         of_word = of_word or [key for key in known if any(name.startswith(word) for name in _names(key))]
         if not of_word:
-            name, _, path = word.partition("=")
-            for kind, registry in _REGISTRIES.items():
-                if path and name == registry.own_key:
-                    raise UserError(f"for the keys of your own {kind}, type hpcfl list keys --{kind} {path}")
-            names = sorted({name for key in known for name in _names(key)})
-            near = nearest_key(word, names)
+            near = nearest_key(word, sorted({name for key in known for name in _names(key)}))
             hint = f"; did you mean {near}?" if near else "; see hpcfl list keys"
             raise UserError(f"{word} is not a key or a group of keys{hint}")
         found += [key for key in of_word if key not in found]

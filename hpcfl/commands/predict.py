@@ -22,7 +22,6 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
     """Label samples with a client's model: array x of SAMPLES.npz, as the run's data set stores them.
 
     Writes one line per sample, with its label and the probability of each class.
-    A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL)

@@ -89,21 +89,16 @@ def citation(group: str) -> str:
 def _keys_of_names_and_paths() -> list[Key]:
     """Return the keys that decide which other keys exist; no class of settings has them."""
     of_sources = [f"{source.partition} with {name}" for name, source in SOURCES.items() if source.partition]
-    defaults = {
-        "method": DEFAULT_METHOD,
-        "data.partition": f"classes; {', '.join(of_sources)}",
-        "model": f"lenet; {REGISTRIES.default_name('model', DEFAULT_SOURCE)} with {DEFAULT_SOURCE}",
-    }
-    what = {
-        "method": "Method that is run",
-        "data.partition": "How samples are divided among clients",
-        "model": "Network that clients train",
-    }
+    of_digits = f"{REGISTRIES.default_name('model', DEFAULT_SOURCE)} with {DEFAULT_SOURCE}"
     found = []
-    for group, choice in _CHOICES.items():
-        names, top = tuple(choice.known), group.partition(".")[0]
+    for group, meaning, default in (
+        ("method", "Method that is run", DEFAULT_METHOD),
+        ("data.partition", "How samples are divided among clients", f"classes; {', '.join(of_sources)}"),
+        ("model", "Network that clients train", f"lenet; {of_digits}"),
+    ):
+        names, top = tuple(_CHOICES[group].known), group.partition(".")[0]
         own = f"Python file of your own that defines the {group.rpartition('.')[2]}"
-        found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group]))
+        found.append(Key(top, f"{group}.name", meaning, ", ".join(names), names, default))
         found.append(Key(top, f"{group}.path", own, "null or a text", (), "null"))
     reader = "Python file of your own that reads the source"
     return [*found, Key("data", "data.reader", reader, "null or a text", (), "null")]

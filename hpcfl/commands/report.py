@@ -19,7 +19,6 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
 
     A run may still be running; from a folder of runs, such as a table's, all finished runs are shown.
-    A Python file that a run's config.yaml names runs only if --own-code names it too.
     For example:
       hpcfl report runs/pfedla-digits-s0-633675fa runs/fedavg-digits-s0-ce500986 --out both.html
     """

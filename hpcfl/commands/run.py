@@ -54,17 +54,10 @@ def run(
     quiet: bool = False,
     is_cell: bool = False,
 ) -> Outcome:
-    """Start a run in its folder, or resume it. Collective; may raise UserError.
+    """Start a run in the folder `path`, or resume it. Collective; may raise UserError.
 
-    Args:
-        config: the run's configuration.
-        path: the run folder.
-        world: the ranks.
-        stop: ends the run at a round boundary.
-        command: what was typed.
-        fresh: move what is in the folder aside and start over.
-        quiet: print nothing but warnings and errors.
-        is_cell: the run is one of many: print only how its rounds go.
+    `stop` ends the run at a round boundary; `command` is what was typed; `fresh` and `quiet` are the options
+    of the command line; of a run that `is_cell` of a table, only the progress of its rounds is printed.
     """
     with ExitStack() as at_exit:
         at_exit.enter_context(_no_exit())
