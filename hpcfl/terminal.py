@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 import warnings
@@ -88,8 +87,6 @@ class Progress:
 LOG = logging.getLogger("hpcfl")
 """Gets the warnings of all modules."""
 _OF_LIBRARIES = logging.getLogger("py.warnings")
-_FROM_LIBRARY = re.compile(r".*?:\d+: \w+: (.*?)(\n  [^\n]*)?\n", re.DOTALL)
-"""Place, kind, text and line of code: how `logging` words a warning of a library."""
 
 
 class WarningHandler(logging.Handler):
@@ -103,8 +100,6 @@ class WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show a warning whose text is new."""
         text = record.getMessage()
-        if record.name == _OF_LIBRARIES.name and (found := _FROM_LIBRARY.fullmatch(text)):
-            text = found[1]
         if text not in self._texts:
             self._texts.append(text)
             if self._show is not None:
@@ -133,8 +128,8 @@ TERMINAL = WarningHandler(_print_warning)
 def handled_by(handler: logging.Handler) -> Iterator[None]:
     """Give a handler the warnings inside the block: the package's and those of libraries."""
     with warnings.catch_warnings(), ExitStack() as at_exit:
-        logging.captureWarnings(True)
-        at_exit.callback(logging.captureWarnings, False)
+        # unlike logging.captureWarnings, the text alone: where a library warns is of no use to a user
+        warnings.showwarning = lambda message, *_: _OF_LIBRARIES.warning("%s", message)
         for logger in (LOG, _OF_LIBRARIES):
             logger.addHandler(handler)
             at_exit.callback(logger.removeHandler, handler)

@@ -40,9 +40,9 @@ from hpcfl.randomness import numpy_stream, seeded_generators
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import (
     check_chain,
-    check_large_state,
     check_settings_of_data,
     check_slow_precision,
+    too_large,
 )
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.augmentation import Augmentation
@@ -246,7 +246,8 @@ def build(config: Config, world: Communicator) -> Experiment:
     data = replace(data, digest=digest_of(arrays), partition_digest=_digest_of(parts))
     method = method_of(config, data)
     check_chain(method, world.num_workers)
-    check_large_state(method, world)
+    if world.is_server and (reason := too_large(method)):
+        raise UserError(reason)
     check_settings_of_data(config, arrays, method)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 

@@ -7,7 +7,6 @@ from collections import Counter
 
 import torch
 
-from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import Config, PrivacyConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.shard import is_normalised_by_training
@@ -109,12 +108,6 @@ def state_bytes(method: Method) -> dict[str, int]:
     for name, tensor in state.items():
         found[name.partition("/")[0]] += tensor.nbytes
     return dict(found)
-
-
-def check_large_state(method: Method, world: Communicator) -> None:
-    """Raise UserError if the state does not fit in the server's memory, before it is allocated."""
-    if world.is_server and (reason := too_large(method)):
-        raise UserError(reason)
 
 
 def _check_private_data(privacy: PrivacyConfig, is_scaled_by_training: bool) -> None:

@@ -25,11 +25,6 @@ class Clock:
         self._bytes_per_s = settings.bytes_per_s or math.inf
         self._deadline_s = settings.deadline_s or math.inf
 
-    @property
-    def counts_bytes(self) -> bool:
-        """Whether messages take time."""
-        return self._bytes_per_s < math.inf
-
     def factor(self, client: int) -> float:
         """Return how many times as long as one of speed 1 a client takes for a mini-batch."""
         stream = torch_stream(self._seed, "slowness", client=client)

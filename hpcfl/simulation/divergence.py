@@ -31,9 +31,6 @@ MAX_NAMED = 3
 
 _SKIP = "set run.on_divergence=skip in the same command"
 
-Diverged = Mapping[int, str]
-"""For each client that has diverged, in ascending order, which of its tensors have nan or infinity."""
-
 
 def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
     """Return each client's sum of losses, and the largest magnitude of what it sends and keeps, [2, C].
@@ -64,7 +61,9 @@ def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict
 def not_finite(state: State) -> str:
     """Name the tensors of the server's state that contain nan or infinity; "" if none does."""
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
-    return ", ".join(_first_few([name for name, value in floating.items() if not _is_finite(value)]))
+    # unlike isfinite, amax and amin make no copy
+    ends = {name: torch.stack([value.amax(), value.amin()]) for name, value in floating.items()}
+    return ", ".join(_first_few([name for name, values in ends.items() if not values.isfinite().all()]))
 
 
 class Divergence:
@@ -91,8 +90,9 @@ class Divergence:
         """Whether the round of a client that diverges is undone."""
         return self._policy != "continue"
 
-    def judge_clients(self, here: Diverged, server: State, cohort: Cohort) -> Diverged:
-        """Return the members of a cohort that have diverged, given those of this rank; warn the user.
+    def judge_clients(self, here: Mapping[int, str], server: State, cohort: Cohort) -> dict[int, str]:
+        """Return the members of a cohort that have diverged, each with the names of its tensors that have nan
+        or infinity, given those of this rank; warn the user.
 
         With skip it warns of clients that had not diverged before, with continue of the first ones only.
         """
@@ -191,11 +191,6 @@ def _describe(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> 
     # not <=, for nan
     found += [name for name, rows in _numbers(clients, up) if not rows[place].abs().max() <= LARGEST]
     return ", ".join(_first_few(found))
-
-
-def _is_finite(numbers: Tensor) -> bool:
-    # unlike isfinite, neither makes a copy
-    return bool(numbers.amax().isfinite() & numbers.amin().isfinite())
 
 
 def _first_few(names: Sequence[object]) -> list[str]:

@@ -104,7 +104,6 @@ class LocalTraining:
         late, by position; arguments as in `train`."""
         if self._clock is None:
             return torch.zeros(len(clients), dtype=torch.float64), []
-        if self._clock.counts_bytes:
-            moved = moved + self._federation.upload_bytes(up, received, clients.round)
+        moved = moved + self._federation.upload_bytes(up, received, clients.round)
         seconds = self._clock.seconds(clients.ids, clients.steps, moved)
         return seconds, self._clock.are_late(seconds).nonzero().flatten().tolist()

@@ -177,12 +177,9 @@ class Simulation:
         return self._recorder.record_round(cohort, traffic, reached, local, places, diverged, late)
 
     def _moved(self, traffic: RoundTraffic, cohort: Cohort) -> Tensor:
-        """Return the bytes so far of each of this rank's members, int64; 0 if they take no simulated time.
-
-        Collective.
-        """
+        """Return the bytes so far of each of this rank's members, int64; 0 without a clock. Collective."""
         moved = torch.zeros(len(cohort), dtype=torch.int64)
-        if self._clock is not None and self._clock.counts_bytes:
+        if self._clock is not None:
             moved = torch.from_numpy(traffic.moved)
             self._world.broadcast(moved)
         return moved[self._federation.channel.own(cohort)]
