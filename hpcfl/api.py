@@ -140,12 +140,19 @@ def _config(
     tree: dict[str, Any] = {}
     keys: dict[str, Any] = {}
     for setting in settings:
-        if (file := _file(setting)) is None:
-            keys |= _keys(setting)
+        if isinstance(setting, Mapping):
+            keys |= _keys_of(setting)
+        elif isinstance(setting, str) and "=" in setting:
+            keys |= flatten(merge({}, [setting]))
+        elif not isinstance(setting, str | Path):
+            raise UserError(
+                f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a "
+                "dictionary of keys"
+            )
         elif keys:
             raise UserError(f"{setting} comes after words or dictionaries; give YAML files before them")
         else:
-            tree = merge(tree, read_keys(file))
+            tree = merge(tree, read_keys(Path(setting)))
     if method is not None:
         keys["method.name"] = method if isinstance(method, str) else _add_method(method)
     if dataset is not None:
@@ -153,25 +160,11 @@ def _config(
     return resolve(merge(tree, keys))
 
 
-def _file(setting: Setting) -> Path | None:
-    """Return the YAML file that a setting names; None for a word, a dictionary and anything else."""
-    if isinstance(setting, str) and "=" not in setting and setting.endswith((".yaml", ".yml")):
-        return Path(setting)
-    return setting if isinstance(setting, Path) else None
-
-
-def _keys(setting: Setting) -> dict[str, Any]:
-    """Return the keys of a word or a dictionary, flat."""
-    if isinstance(setting, Mapping):
-        keys = flatten(setting)
-        allow_named(keys)
-        return keys | {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
-    if isinstance(setting, str) and "=" in setting:
-        return flatten(merge({}, [setting]))
-    raise UserError(
-        f"{setting!r} is not a setting; give a YAML file, a word such as 'train.rounds=5', or a dictionary "
-        "of keys"
-    )
+def _keys_of(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a dictionary, flat; it may name files of own code."""
+    keys = flatten(setting)
+    allow_named(keys)
+    return keys | {key: str(value) for key, value in keys.items() if isinstance(value, Path)}
 
 
 def _add_method(method: type[Method]) -> str:

@@ -386,7 +386,7 @@ def test_a_file_runs_that_the_caller_names(tmp_path: Path) -> None:
         ({"dataset": [(torch.zeros(1, n, 8), n) for n in (8, 9)]}, "tensors or arrays of one shape"),
         ({"dataset": [(torch.zeros(1, 8, 8), 0.5)]}, "integer; give labels as integers from 0 on"),
         ({"dataset": [(torch.zeros(8, 8, 3), 0)] * 4}, "the shape [8, 8, 3], with channels last; give"),
-        ({"settings": ["config.json"]}, "is not a setting; give a YAML file, a word"),
+        ({"settings": ["config.json"]}, "config.json comes after words or dictionaries; give YAML"),
         ({"settings": [["train.rounds=3"]]}, "is not a setting; give a YAML file, a word"),
         ({"settings": [3]}, "is not a setting; give a YAML file, a word"),
         ({"settings": ["mine.yaml"]}, "mine.yaml comes after words or dictionaries; give YAML files"),

@@ -25,7 +25,8 @@ COMMANDS = {
     "watch": "watch_runs",
     "completion": "print_completion",
 }
-"""The function of each command, in the module of its name; a run imports none of them."""
+"""The function of each command, in the module of its name, where `parser` returns what reads its words; a
+run imports none of them."""
 
 COLLECTIVE_COMMANDS = ("bench", "doctor", "plan", "table")
 """Commands that all ranks run; only rank 0 runs the others."""

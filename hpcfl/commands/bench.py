@@ -55,7 +55,6 @@ def _parts(options: Namespace) -> list[str]:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl bench`."""
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", help="some of the parts (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")

@@ -24,7 +24,6 @@ def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl compare`."""
     parser = Parser("hpcfl compare", compare_runs.__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run, or of runs")
     add_own_code(parser)

@@ -81,7 +81,6 @@ def print_completion(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl completion`."""
     parser = Parser("hpcfl completion", print_completion.__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     return parser

@@ -17,7 +17,6 @@ def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl data`."""
     parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])
     parser.add_argument("name", help=", ".join(NAMES))

@@ -47,7 +47,6 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl doctor`."""
     parser = Parser("hpcfl doctor", check_everything.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     parser.add_argument(

@@ -26,7 +26,6 @@ def export_models(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl export`."""
     parser = Parser("hpcfl export", export_models.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
     parser.add_argument(

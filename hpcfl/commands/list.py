@@ -47,7 +47,6 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl list`."""
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
     for kind, registry in _REGISTRIES.items():

@@ -51,7 +51,6 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl predict`."""
     parser = Parser("hpcfl predict", predict_samples.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
     parser.add_argument("samples", type=Path, metavar="SAMPLES.npz")

@@ -34,7 +34,6 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl report`."""
     parser = Parser("hpcfl report", make_report.__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")
     parser.add_argument(

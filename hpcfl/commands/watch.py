@@ -53,7 +53,6 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
 
 
 def parser() -> Parser:
-    """Return what reads the words of `hpcfl watch`."""
     parser = Parser("hpcfl watch", watch_runs.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")
     parser.add_argument("--once", action="store_true", help="show one state and end")
