@@ -1,4 +1,7 @@
-"""What fits in a device's memory: the clients' state, how many clients at once; the message if it did not."""
+"""What fits in a device's memory: the clients' state, how many clients at once; the message if it did not.
+
+A device is shared by `sharing` ranks. `state_bytes` are those of a rank's part that `for_device` returns.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,7 @@ def for_device(method: Method, state: State) -> State:
 def state_device(setting: str, device: torch.device, sharing: int, state_bytes: int) -> torch.device:
     """Return where a rank keeps its clients' state during a run: on the device it trains on, or on the CPU.
 
-    Args:
-        setting: `run.state`.
-        sharing: ranks that share the device.
-        state_bytes: bytes of what `for_device` returns.
+    `setting` is `run.state`.
     """
     cpu = torch.device("cpu")
     if device.type != "cuda" or setting == "host":
@@ -61,16 +61,10 @@ def state_device(setting: str, device: torch.device, sharing: int, state_bytes: 
 def clients_at_once(
     setting: int | None, method: Method, device: torch.device, sharing: int, most: int, state_bytes: int = 0
 ) -> int:
-    """Return how many clients the batched engine takes at once.
+    """Return how many clients the batched engine takes at once; `setting` is `run.clients_at_once`.
 
     On CUDA the default is the largest power of two that fits this rank's share of the free memory, `most` if
-    all of its clients do.
-
-    Args:
-        setting: `run.clients_at_once`.
-        sharing: ranks that share the device.
-        most: clients of this rank.
-        state_bytes: what the state that this rank will keep on the device takes.
+    all of its clients do. `state_bytes` is 0 where the state stays on the CPU.
     """
     if method.sequential is not None:
         return 1
@@ -110,7 +104,7 @@ def bytes_of_client(method: Method) -> int:
 
 
 def _free_bytes(device: torch.device, sharing: int) -> float:
-    """Return a rank's share of what is free on a CUDA device that `sharing` ranks share."""
+    """Return a rank's share of what is free on a CUDA device."""
     free, _ = torch.cuda.mem_get_info(device)
     return free / sharing
 

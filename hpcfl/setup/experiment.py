@@ -359,15 +359,11 @@ def engines_of(
     num_clients: int,
     state_bytes: int,
 ) -> tuple[Engine, LoopEngine, BatchedScorer | None, str]:
-    """Return what trains, evaluates and scores the clients of a rank, and its `Experiment.engine_name`.
+    """Return what trains, evaluates and scores the `num_clients` clients of a rank, with a network on its
+    device, and its `Experiment.engine_name`.
 
-    On a GPU, the memory that is then free decides on the settings. May raise UserError.
-
-    Args:
-        network: on the device.
-        sharing: ranks that share the device.
-        num_clients: clients of this rank.
-        state_bytes: what the state that this rank will keep on the device takes.
+    On a GPU, the memory that is then free decides on the settings; `sharing` and `state_bytes` as in
+    `clients_at_once`. May raise UserError.
     """
     train = method.context.train
     smoothing = train.label_smoothing or 0.0

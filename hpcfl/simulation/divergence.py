@@ -16,7 +16,8 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import DivergedError
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.base import State
+from hpcfl.simulation.federation import Federation
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.training.client_group import ClientGroup
@@ -72,23 +73,13 @@ class Divergence:
     Its methods are collective, and raise DivergedError on all ranks if such numbers end the run.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        method: Method,
-        world: Communicator,
-        ledger: Ledger,
-        folder: RunFolder | None,
-    ) -> None:
-        self._world, self._ledger, self._folder = world, ledger, folder
-        self._policy, self._method, self._train = policy, method.name, method.context.train
+    def __init__(self, federation: Federation, ledger: Ledger, folder: RunFolder | None) -> None:
+        self._world, self._ledger, self._folder = federation.world, ledger, folder
+        self._policy, self._leaves_out = federation.experiment.run.on_divergence, federation.leaves_out
+        method = federation.method
+        self._method, self._train = method.name, method.context.train
         self._is_private = method.context.privacy.unit is not None
         self._has_warned_of_scores = False
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether the round of a client that diverges is undone."""
-        return self._policy != "continue"
 
     def judge_clients(self, here: Mapping[int, str], server: State, cohort: Cohort) -> dict[int, str]:
         """Return the members of a cohort that have diverged, each with the names of its tensors that have nan
@@ -104,7 +95,7 @@ class Divergence:
         is_all = len(diverged) == len(cohort) > 1
         who = f"all {len(cohort)} clients" if is_all else named(list(diverged))
         problem = f"{who} diverged in round {cohort.round + 1} ({self._method}; {prefix}{what})"
-        if self.leaves_out:
+        if self._leaves_out:
             # nan in the server's state makes clients diverge: report the server first
             self.judge_server(server, cohort.round)
         if self._policy == "stop":
@@ -120,7 +111,7 @@ class Divergence:
 
     def judge_server(self, server: State, done: int) -> None:
         """Check the server's numbers after `done` rounds, unless the policy is continue."""
-        what = not_finite(server) if self.leaves_out else ""
+        what = not_finite(server) if self._leaves_out else ""
         if self._world.maximum(len(what)):
             problem = f"the server's state is not finite after round {done} ({self._method}; {what})"
             self._end(problem, "take smaller steps on the server (hpcfl list keys method)")

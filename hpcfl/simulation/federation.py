@@ -70,6 +70,11 @@ class Federation:
         self.migration = ClientMigration(world, self.channel, self.worker_context, experiment.run.placement)
         self._has_warned_of_topk = False
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the round of a client that diverges is undone (`run.on_divergence`)."""
+        return self.experiment.run.on_divergence != "continue"
+
     def select(self, cohort: Cohort, places: Sequence[int]) -> tuple[Cohort, list[int]]:
         """Return the members at some positions in a cohort, and the places of this rank's among its own."""
         chosen = {*places}

@@ -37,16 +37,10 @@ class LocalRound:
 
 
 class LocalTraining:
-    """Trains this rank's members of cohorts; `clock` is the simulated one, if there is one.
+    """Trains this rank's members of cohorts; `clock` is the simulated one, if there is one."""
 
-    `leaves_out`: a member that diverges keeps the state that it had before the round.
-    """
-
-    def __init__(
-        self, federation: Federation, evaluator: Evaluator, clock: Clock | None, leaves_out: bool
-    ) -> None:
-        self._federation, self._evaluator = federation, evaluator
-        self._clock, self._leaves_out = clock, leaves_out
+    def __init__(self, federation: Federation, evaluator: Evaluator, clock: Clock | None) -> None:
+        self._federation, self._evaluator, self._clock = federation, evaluator, clock
 
     def train(
         self, groups: Groups, down: Message, received: Message, moved: Tensor, is_evaluated: bool
@@ -81,7 +75,8 @@ class LocalTraining:
             figures.append(torch.stack([losses, clients.steps.double(), accuracy, seconds], dim=1))
             # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
             uploads.add(part, adapter.sent(mine, up))
-            left_out = {*late, *(bad if self._leaves_out else ())}
+            # they keep the state that they had before the round
+            left_out = {*late, *(bad if self._federation.leaves_out else ())}
             if left_out:
                 clients.commit([place for place in range(len(clients)) if place not in left_out])
             else:

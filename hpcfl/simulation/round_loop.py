@@ -57,10 +57,8 @@ class Simulation:
         self.ledger, self.timing = self._recorder.ledger, self._recorder.timing
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
-        policy = experiment.run.on_divergence
-        self._divergence = Divergence(policy, self.method, world, self.ledger, folder)
-        leaves_out = self._divergence.leaves_out
-        self._local = LocalTraining(self._federation, self._evaluator, self._clock, leaves_out)
+        self._divergence = Divergence(self._federation, self.ledger, folder)
+        self._local = LocalTraining(self._federation, self._evaluator, self._clock)
         self.server: State = {}
         self._longest_s = 0.0
 
@@ -160,7 +158,7 @@ class Simulation:
         local = self._local.train(groups, down, delivered.received, moved, is_evaluated)
         late = list(on_all_ranks(self._world, dict.fromkeys(local.late, ""))) if self._clock else []
         diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
-        left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
+        left_out = {*late, *(diverged if federation.leaves_out else ())}
         members, up, places = reached, local.up, list(range(len(reached)))
         if left_out:
             places = [n for n, client in enumerate(reached.clients) if client not in left_out]

@@ -47,12 +47,8 @@ class StopFlag:
         self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
     def is_requested(self, world: Communicator, needed_s: float) -> bool:
-        """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective.
-
-        Args:
-            world: the ranks.
-            needed_s: seconds of what would come next.
-        """
+        """Agree whether to stop: after a signal on any rank, or where SLURM's end time leaves the server less
+        than `needed_s`, the seconds of what would come next. Collective."""
         is_short = self._end_s is not None and self._end_s - time.monotonic() < needed_s
         return bool(world.maximum(bool(self._requests) or (world.is_server and is_short)))
 
