@@ -14,16 +14,18 @@ from hpcfl.checks.nodes import (
     check_same_versions,
     numeric_versions,
 )
-from hpcfl.commands.summary import summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
-from hpcfl.config.keys import Config
+from hpcfl.config.keys import Config, PrivacyConfig
 from hpcfl.errors import StorageError, UserError
+from hpcfl.formatting import readable_bytes, times
 from hpcfl.methods import METHODS
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.environment import environment_of
 from hpcfl.setup.experiment import build
+from hpcfl.simulation.divergence import named
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.trackers import check_tracker
@@ -112,11 +114,15 @@ def run(
             )
             return outcome
         report = _write_report(path) if config.run.report else None
-        # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config.privacy), f"  in {path}"]
-        lines += [] if report is None else [f"open in a browser\n  {report}"]
-        for line in lines:
-            progress.say(line)
+        if outcome == "already finished":
+            last = f"{simulation.ledger.last('round'):.0f}"
+            progress.say(f"this run is finished, no round follows round {last}; --fresh starts over")
+        for name, figure in _figures(simulation.ledger, config.privacy).items():
+            progress.say(f"{name:<26}{figure}")
+        # paths may be long, and have lines of their own
+        progress.say(f"  in {path}")
+        if report is not None:
+            progress.say(f"open in a browser\n  {report}")
         return outcome
 
 
@@ -142,3 +148,37 @@ def _write_report(folder: Path) -> Path | None:
         LOG.warning(f"no report: {error}")
         return None
     return folder / REPORT_NAME
+
+
+def _figures(ledger: Ledger, privacy: PrivacyConfig) -> dict[str, str]:
+    """Return what a run prints at its end: accuracy, bytes and files, each by its name."""
+    last = {name: ledger.last(name) for name in ledger.columns}
+    figures = {
+        f"mean accuracy, round {last['round']:.0f}": f"{last['accuracy_mean']:.2%}",
+        "spread over clients": f"{last['accuracy_std']:.2%}",
+        "weighted by samples": f"{last['accuracy_weighted']:.2%}",
+    }
+    if ACCURACY_VAL in last:
+        known = ledger.column(ACCURACY_VAL)
+        chosen = known.index(max(known))
+        at, accuracy = (ledger.column(name)[chosen] for name in ("round", "accuracy_mean"))
+        figures["best on validation"] = f"round {at:.0f}, whose mean accuracy is {accuracy:.2%}"
+    if "accuracy_unseen" in last:
+        spread = f"{last['accuracy_unseen_std']:.2%}"
+        figures["unseen clients"] = f"{last['accuracy_unseen']:.2%} (spread {spread})"
+    if ledger.diverged.any():
+        clients = named(ledger.diverged.nonzero()[0].tolist())
+        figures["diverged"] = f"{times(ledger.diverged.sum())} ({clients}; run.on_divergence)"
+    if EPSILON in last:
+        spent = f"epsilon {last[EPSILON]:.3g}, delta {privacy.delta_in_use:g}"
+        figures[f"privacy of a {privacy.unit}"] = spent
+    best, best_round = ledger.best()
+    figures["best round"] = f"{best:.2%} (round {best_round})"
+    ways = ("down", "up")
+    figures["bytes down, up"] = ", ".join(readable_bytes(last[f"bytes_{way}"]) for way in ways)
+    others = [last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"] for way in ways]
+    if any(others):
+        figures["statistics, indices"] = ", ".join(map(readable_bytes, others))
+    figures["speed"] = f"{last['client_steps_per_s']:.0f} client steps/s"
+    figures["results"] = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
+    return figures
