@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.communicator import MAX_ELEMENTS, Communicator
 from hpcfl.formatting import readable_bytes, readable_seconds
 
 PROBE_BYTES = 4_000_000
@@ -28,8 +28,9 @@ def check_messages(world: Communicator) -> None:
     for where, is_near in (("its node", True), ("other nodes", False)):
         workers = [rank - 1 for rank in range(1, world.size) if (nodes[rank] == nodes[0]) is is_near]
         if workers:
-            trip_s = _round_trip_s(world, workers, PROBE_BYTES) - 2 * latency_s
-            rate = 2 * len(workers) * PROBE_BYTES / max(1e-6, trip_s)
+            num_bytes = min(PROBE_BYTES, MAX_ELEMENTS // len(workers))
+            trip_s = _round_trip_s(world, workers, num_bytes) - 2 * latency_s
+            rate = 2 * len(workers) * num_bytes / max(1e-6, trip_s)
             found.append(f"{readable_bytes(rate)}/s between rank 0 and {where}")
     print(f"messages: {found[0]}; {', '.join(found[1:])}", flush=True)
 

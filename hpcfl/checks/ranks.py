@@ -29,14 +29,14 @@ def check_versions(world: Communicator) -> None:
 def check_ranks(world: Communicator, run: RunConfig) -> None:
     """Print a table of the ranks; warn of workers that share cores. Collective.
 
-    Raises UserError on all ranks if only some workers have a GPU, or if `run.device` cannot be had.
+    Raises UserError on all ranks if a worker has no GPU, and others have one or `run.device` is cuda.
     """
     facts = {
         "rank": world.rank,
         "host": world.host,
         "node": min(world.ranks_of_node()),
         "is_worker": world.is_worker,
-        "device": str(world.device(run.device)),
+        "device": str(world.device("cpu" if run.device == "cpu" else "auto")),
         "cores": sorted(os.sched_getaffinity(0)),
         "node_cores": os.cpu_count() or 1,
     }
@@ -45,7 +45,7 @@ def check_ranks(world: Communicator, run: RunConfig) -> None:
     print("\n".join(aligned(rank_table(ranks))), flush=True)
     for node in sorted({rank["node"] for rank in ranks}):
         check_cores([rank for rank in ranks if rank["node"] == node], run.threads)
-    check_devices(ranks)
+    check_devices(ranks, run.device == "cuda")
 
 
 def rank_table(ranks: Sequence[Facts]) -> list[list[str]]:
@@ -81,12 +81,12 @@ def check_cores(node: Sequence[Facts], threads: int) -> None:
         )
 
 
-def check_devices(ranks: Sequence[Facts]) -> None:
-    """Raise UserError if some workers have a GPU, and others none."""
+def check_devices(ranks: Sequence[Facts], needs_gpu: bool) -> None:
+    """Raise UserError if a worker has no GPU where it needs one, or others have one."""
     workers = [rank for rank in ranks if rank["is_worker"]]
     without = [rank for rank in workers if rank["device"] == "cpu"]
-    if 0 < len(without) < len(workers):
+    if without and (needs_gpu or len(without) < len(workers)):
         raise UserError(
-            f"rank {without[0]['rank']} on {without[0]['host']} sees no GPU, and others do: ask SLURM for "
-            "--gpus-per-node on every node, or set run.device=cpu"
+            f"rank {without[0]['rank']} on {without[0]['host']} sees no GPU: ask SLURM for "
+            "--gpus-per-node on every node, install a PyTorch for CUDA, or set run.device=cpu"
         )

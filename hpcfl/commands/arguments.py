@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,8 @@ from hpcfl.errors import UserError
 
 SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
 TABLE_HELP = "TABLE.yaml | key.sub=value"
+
+YAML_ENDINGS = (".yaml", ".yml")
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +71,7 @@ def run_parser(description: str | None) -> Parser:
 
 def is_file(word: str) -> bool:
     """Return whether a word names a configuration file: it ends in .yaml, or exists."""
-    return word.endswith((".yaml", ".yml")) or os.path.exists(word)
+    return word.endswith(YAML_ENDINGS) or os.path.exists(word)
 
 
 def is_bare_key(word: str) -> bool:
@@ -79,8 +82,12 @@ def is_bare_key(word: str) -> bool:
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
     """Separate the configuration file from the `key=value` words; UserError for a second file, or a key
     without its value."""
-    if keys := [word for word in settings if is_bare_key(word)]:
-        raise UserError(f"{keys[0]} has no value; write {keys[0]}=VALUE, without spaces")
+    for word, later in pairwise([*settings, ""]):
+        # key= VALUE; key= alone is null
+        has_space = word.endswith("=") and later and "=" not in later and not later.endswith(YAML_ENDINGS)
+        if has_space or is_bare_key(word):
+            key = word.removesuffix("=")
+            raise UserError(f"{key} has no value; write {key}=VALUE, without spaces")
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:
         raise UserError(

@@ -60,7 +60,11 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
             tree = tree[key]
     said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     said = said.partition(" or instance of ")[0]
-    if first["type"] == "missing":
+    said = said.replace("a valid dictionary", "a group of keys")
+    if first["type"] == "union_tag_invalid":
+        tag = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
+        said = f"{tag['discriminator']}={tag['tag']} is unknown; allowed: {tag['expected_tags']}"
+    elif first["type"] == "missing":
         said = f"{first['loc'][-1]} is missing"
     elif first["type"] == "union_tag_not_found":
         said = f"{first['ctx']['discriminator']} is missing".replace("'", "")
@@ -78,7 +82,9 @@ def one_of(key: str, value: Any, names: Collection[str]) -> str:
     return str(value)
 
 
-HAS_DOT = "has a dot, which is for the command line; in a YAML file write it as train: {rounds: 50}"
+HAS_DOT = (
+    "has a dot, which is for the command line; in a YAML file keys are nested, as in train: {rounds: 50}"
+)
 
 RENAMED = {
     "comm.keep": "comm.topk_ratio",
@@ -188,7 +194,7 @@ def values_of(field: FieldInfo) -> tuple[str, ...]:
 
 def _bounds(limits: Iterable[Any]) -> str:
     forms = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}"}
-    forms["min_length"] = "in a list of {} or more"
+    forms["min_length"] = "({} or more of them)"
     return " and ".join(
         form.format(getattr(limit, name))
         for limit in limits

@@ -46,7 +46,7 @@ NEEDS = (
     ("data.label_noise_clients", "data.label_noise"),
     ("train.lr_end", "train.lr_decay=1.0"),
     ("train.unseen_epochs", "data.unseen_clients"),
-    ("train.momentum", "train.optimiser=null"),
+    ("train.momentum", "train.optimiser=sgd"),
     ("train.beta1 train.beta2 train.epsilon", "train.optimiser=adam or adamw"),
     ("clients.candidates", "clients.sampling=power_of_choice"),
     ("clients.slowness clients.bytes_per_s clients.deadline_s", "clients.step_s"),
@@ -56,10 +56,11 @@ NEEDS = (
     ("privacy.unit", "privacy.noise"),
     ("privacy.unit", "comm.codec=none"),
     ("privacy.unit", "run.on_divergence=stop"),
-    ("privacy.unit", "clients.sampling=null"),
+    ("privacy.unit", "clients.sampling=uniform"),
     ("privacy.unit", "train.patience=null"),
 )
 """Keys, and what they need: a key that is not null, or one with these values."""
+NAMES_OF_NULL = {"train.optimiser": "sgd", "clients.sampling": "uniform"}
 
 
 def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
@@ -232,7 +233,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
 
 def _is_met(needed: str, values: Mapping[str, Any]) -> bool:
     key, _, allowed_values = needed.partition("=")
-    value = values[key]
+    value = NAMES_OF_NULL.get(key) if values[key] is None else values[key]
     return shown(value) in allowed_values.split(" or ") if allowed_values else value is not None
 
 

@@ -68,7 +68,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt, Strict
+from pydantic import Field, Strict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -95,7 +95,7 @@ from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
 
-Sizes = list[Annotated[PositiveInt, Strict()]]
+Sizes = list[Annotated[int, Strict(), Field(ge=1, le=2**16)]]
 
 
 def _of_paths(name: str, title: str, caption: str) -> Diagnostic:

@@ -110,7 +110,8 @@ class Saver:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"{checkpoint.path} does not fit this run: {one_line(error)}; restore this run's own "
-                "checkpoint, or add --fresh to move the folder aside and start over"
+                "checkpoint, finish the run with the version of hpcfl that began it, or add --fresh to move "
+                "the folder aside and start over"
             ) from error
         return server
 

@@ -63,7 +63,7 @@ class LoadedCheckpoint:
             self._read()
         except Exception as error:
             self.close()
-            if isinstance(error, UserError):
+            if isinstance(error, UserError | MemoryError):
                 raise
             raise UserError(
                 f"{path} is not a valid hpcfl checkpoint ({one_line(error)}); {if_damaged}"

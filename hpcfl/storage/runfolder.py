@@ -89,10 +89,13 @@ class RunFolder:
             has_more = recorded["train"]["rounds"] > self.config.train.rounds
             self._compare(recorded, but=["train.rounds"] * has_more)
 
-    def _compare(self, recorded: Mapping[str, Any], but: Sequence[str] = ()) -> None:
+    def _compare(
+        self, recorded: Mapping[str, Any], but: Sequence[str] = (), foreign: Path | None = None
+    ) -> None:
         """Raise UserError if keys other than some differ from a recorded run's, so that it cannot be resumed.
 
-        The same data may be in another place; their checksum is compared later.
+        The same data may be in another place; their checksum is compared later. `foreign` is a checkpoint
+        that can only be another run's, since config.yaml has been compared.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         is_extended = self._is_extendable and there["train"]["rounds"] < self.config.train.rounds
@@ -106,7 +109,14 @@ class RunFolder:
         if len(texts) == len(keys):
             what, remedy = f"another text of {', '.join(texts)}", "bring that text back"
         elif keys == {"train.rounds"}:
-            remedy = f"a run can only get more, and none if its results depend on them; {remedy}"
+            remedy = (
+                "rounds can be added, unless results depend on their number, but not taken away; " + remedy
+            )
+        elif foreign is not None:
+            raise UserError(
+                f"{foreign} is of another run than config.yaml ({'; '.join(changed)}); restore this run's "
+                "own checkpoint, or add --fresh to move the folder aside and start over"
+            )
         raise UserError(
             f"{self.path} holds a run with {what}; {remedy} to resume it; --out DIR names another folder, "
             "and --fresh starts over"
@@ -181,7 +191,7 @@ class RunFolder:
         """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
-        self._compare(found.record)
+        self._compare(found.record, foreign=None if self._recorded() is None else found.path)
         other = None
         if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
@@ -327,6 +337,8 @@ class RunFolder:
             place.mkdir()
             self.notes.append(f"the run that was there is now in {aside}")
         self._loss = at_exit.enter_context(locked(self.path))
+        for unfinished in self.path.glob(".config.yaml.*"):
+            unfinished.unlink()
 
     def _is_empty(self) -> bool:
         # a killed run may leave an unfinished config.yaml

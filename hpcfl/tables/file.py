@@ -374,14 +374,14 @@ def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, floa
             )
         given = dict(zip(columns, numbers, strict=False))
     # a name may look like a number in YAML
-    by_name = {str(name): value for name, value in given.items() if value is not None}
+    by_name = {str(name): value for name, value in given.items()}
     for name, value in by_name.items():
         check_known(place, name, "column", columns)
-        if not isinstance(value, int | float) or value < 0:
+        if value is not None and not (isinstance(value, int | float) and value >= 0):
             raise UserError(
                 f"{place}: {value!r} is invalid; give numbers from 0 on, and null where there is none"
             )
-    return {name: float(value) for name, value in by_name.items()}
+    return {name: float(value) for name, value in by_name.items() if value is not None}
 
 
 def _pairs(

@@ -159,8 +159,10 @@ def test_the_doctor_warns_of_more_threads_than_cores(caplog: pytest.LogCaptureFi
 
 
 def test_the_doctor_names_a_worker_without_a_gpu() -> None:
-    without = "rank 4 on node1 sees no GPU, and others do: ask SLURM for --gpus-per-node on every node, or "
+    without = "rank 4 on node1 sees no GPU: ask SLURM for --gpus-per-node on every node, "
     with pytest.raises(UserError, match=without):
-        check_devices([rank(0), rank(1, device="cuda:0"), rank(4)])
-    check_devices([rank(0), rank(1)])
-    check_devices([rank(0), rank(1, device="cuda:0"), rank(4, device="cuda:0")])
+        check_devices([rank(0), rank(1, device="cuda:0"), rank(4)], needs_gpu=False)
+    with pytest.raises(UserError, match=without):
+        check_devices([rank(0), rank(4)], needs_gpu=True)
+    check_devices([rank(0), rank(1)], needs_gpu=False)
+    check_devices([rank(0), rank(1, device="cuda:0"), rank(4, device="cuda:0")], needs_gpu=True)

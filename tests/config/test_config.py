@@ -286,7 +286,7 @@ def test_a_key_with_dots_is_refused_with_how_to_write_it(tmp_path: Path) -> None
         ("data.partition: {name: iid}", "data.partition.name"),
         ("data: {partition.name: iid}", "data.partition.name"),
     ):
-        expected = f"{key} has a dot, which is for the command line; in a YAML file write it as "
+        expected = f"{key} has a dot, which is for the command line; in a YAML file keys are nested, as in "
         assert refusal(write(tmp_path / "dots.yaml", text)) == f"{expected}train: {{rounds: 50}}"
     assert load_config(write(tmp_path / "nested.yaml", "train: {rounds: 50}"), []).train.rounds == 50
 

@@ -456,7 +456,8 @@ def test_a_checkpoint_of_another_run_is_refused(
     shutil.copy(tmp_path / "other" / "checkpoint.h5", copied)
     error = refused(capfd, "--quiet", "--out", copied, *settings)
     changed = "method.name: fedavg there, heurpfedla here; train.lr: 0.01 there, 0.05 here"
-    assert f"{copied} holds a run with another configuration ({changed}" in error
+    assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
+    assert error.endswith(f"; restore this run's own checkpoint, {OVER}")
     (copied / "checkpoint.h5").write_bytes(own)
     resume(copied)
 

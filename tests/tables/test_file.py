@@ -313,7 +313,7 @@ NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you
         (
             "  - [ours,",
             "  - ours\n  - [ours,",
-            ": compare 1='ours' is invalid: it must be a valid dict",
+            ": compare 1='ours' is invalid: it must be a group of keys",
         ),
         ("settings:", "settings:\n  method: {kk: 1}", ", settings: method.kk is a key of no row there; did"),
         ("label: many", "method: {kk: 1}, label: many", ", column 2 (many): method.kk is a key of no row "),

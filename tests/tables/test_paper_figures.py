@@ -458,7 +458,7 @@ def test_a_mistake_is_reported_with_its_position(tmp_path: Path) -> None:
     for old, new, expected in (
         ("{draw: bars}", "{quantity: alpha}", ", figure 5: draw is missing"),
         ("quantity: alpha, client: 2, ", "", ", figure 2: quantity is missing"),
-        ("bars}", "pie}", ", figure 5: Input tag 'pie' found using 'draw' does not match any of the"),
+        ("bars}", "pie}", ", figure 5: draw=pie is unknown; allowed: heat_maps, curves, bars, points"),
         ("bars}", "bars, acuracy: best}", ", figure 5: acuracy is an unknown key; allowed: draw, accuracy;"),
         ("scale: log", "scale: logg", ", figure 2: scale='logg' is invalid: it must be 'linear'"),
         ("[first, 3]", "[frist]", ", figure 1: round 1='frist' is invalid: "),
