@@ -109,9 +109,7 @@ class RunFolder:
         if len(texts) == len(keys):
             what, remedy = f"another text of {', '.join(texts)}", "bring that text back"
         elif keys == {"train.rounds"}:
-            remedy = (
-                "rounds can be added, unless results depend on their number, but not taken away; " + remedy
-            )
+            remedy = f"rounds can be added, unless results depend on their number, but not removed; {remedy}"
         elif foreign is not None:
             raise UserError(
                 f"{foreign} is of another run than config.yaml ({'; '.join(changed)}); restore this run's "

@@ -300,7 +300,7 @@ def test_a_table_counts_the_clients_that_were_drawn(digits: Path, tmp_path: Path
         ([*OF_CLIENTS, "comm.codec=int8"], "privacy.unit=client needs comm.codec=none; set that, or "),
         ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
         ([*OF_CLIENTS, "clients.drop_rate=0.1"], "privacy.unit=client needs clients that are not lost"),
-        ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=null"),
+        ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=uniform"),
         (
             [*OF_CLIENTS, "train.patience=2", "data.val_fraction=0.2"],
             "privacy.unit=client needs train.patience=null",
