@@ -339,6 +339,7 @@ OWNED = "Arrays(x, y, 8, 255.0, (0.5,), (0.5,),"
         (PARTITION, "options.samples", "100", f"{TABLE} has 200 samples of class 0; allowed: up to 178"),
         (MODEL, "return Network", "Network", "its build returned a NoneType; return Network(body, head)"),
         (READER, "return", "return (x, y) or", "its read returned a tuple; return arrays_of(x, y, name)"),
+        (READER, "read(path", "read(", "read is called with data.path: too many positional arguments; write"),
         (READER, "of(x, y,", "of(x, y / 2,", "y has type float64; labels must be whole numbers"),
         (READER, STRIPES_OF, "Arrays(x, y, 3, 255.0, (), ())", "y holds labels 0..7, and num_classes is 3"),
         (READER, STRIPES_OF, f"{OWNED} np.arange(199))", "owner has shape (199,) and type int64; it needs"),
@@ -364,6 +365,10 @@ FAULTS = {
     "sys.exit": ("raise SystemExit(3)", r", line 4, in train: RuntimeError: own code ends the process by .*"),
     "other samples": ("clients.samples('valid', 0)", ".*no samples of 'valid'; allowed: train, val, test"),
     "no model": ("clients.sgd(down['theta'][:, None])", r".* shape \[1, 1, \d+\]; expected: models \[1, .*"),
+    "shape of a pull": (
+        "clients.sgd(down['theta'], extra_gradient=lambda theta, members: theta[0])",
+        r".* shape \[\d+\]; expected: that of the gradient, \[1, \d+\]",
+    ),
     "no __init__": ("0\n    def __init__(*_): 0", r".*__init__ did not call super\(\).__init__\(context, .*"),
 }
 FAULTY = """from hpcfl.methods.fedavg import FedAvg
@@ -413,7 +418,7 @@ def test_a_mistake_on_ranks_is_a_line_or_a_traceback_with_the_user_s(tmp_path: P
     for line in found:
         assert re.fullmatch(r"hpcfl: error: .*own\.py, line 4, in train: KeyError: .*thta.*", line)
     assert "Traceback" not in of_line
-    of_shape = printed("clients.sgd(down['theta'], extra_gradient=lambda theta, members: theta[:, :5])")
+    of_shape = printed("clients.sgd(down['theta'], gradient=lambda w, batch: (2 * w[:, :5], w[:, 0]))")
     assert "Traceback" in of_shape
     assert f'File "{file}", line 4, in train\n    clients.sgd(' in of_shape
     assert re.search("^RuntimeError: .*must match", of_shape, re.MULTILINE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcfl.commands.arguments import TABLE_HELP, Parser, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.config.own_code import mistake_in_own_code
 from hpcfl.errors import DivergedError, ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
 from hpcfl.methods import METHODS
@@ -182,19 +183,24 @@ def _run_cells(
             outcome: Outcome | None = run(
                 cell.config, cell.folder, world, stop, command, fresh=fresh, quiet=quiet, is_cell=True
             )
-        except UserError as error:
-            # another command began with it while this one read the data
-            if _is_in_use(cell, name, world, say):
-                continue
-            outcome = None
-            failed.append(type(error)(f"{cell.place}: {error}"))
-            note = DIVERGED_NOTE if isinstance(error, DivergedError) else None
-            if world.is_server and done + 1 < len(pending):
-                LOG.warning(f"{failed[-1]}; continuing with the other cells")
         except (StorageError, ForcedStop, KeyboardInterrupt):
             # not the cell's fault
             _note(cell, None)
             raise
+        except Exception as error:
+            mistake = error if isinstance(error, UserError) else None
+            if world.size == 1 and (line := mistake_in_own_code(error)) is not None:
+                mistake = UserError(line)
+            if mistake is None:
+                raise
+            # another command began with it while this one read the data
+            if _is_in_use(cell, name, world, say):
+                continue
+            outcome = None
+            failed.append(type(mistake)(f"{cell.place}: {mistake}"))
+            note = DIVERGED_NOTE if isinstance(mistake, DivergedError) else None
+            if world.is_server and done + 1 < len(pending):
+                LOG.warning(f"{failed[-1]}; continuing with the other cells")
         if world.is_server:
             _note(cell, note)
         if outcome == "stopped":

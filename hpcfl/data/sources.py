@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,12 @@ def own_source(file: OwnFile) -> Source:
 def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
     """Return the result of a user's own `read`; UserError if it is not a pool of samples."""
     where = f"data.source={source}"
+    try:
+        signature(read).bind(path)
+    except TypeError as error:
+        raise UserError(
+            f"{where}: its read is called with data.path: {error}; write def read(path):"
+        ) from error
     try:
         arrays = read(path)
     except OSError as error:

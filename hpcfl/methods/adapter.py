@@ -46,6 +46,9 @@ class MethodAdapter:
     def __init__(self, method: Method) -> None:
         self.method = method
         method.forbid_changes()
+        for hook in ("train", "eval_model", "client_request", "server_response"):
+            if getattr(method, hook, None) and getattr(type(method), hook) is getattr(TwoPhaseMethod, hook):
+                raise TypeError(f"{type(method).__name__} needs the hook {hook}")
         if method.layout.parameters != ParameterLayout(method.network).parameters:
             raise TypeError(
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
@@ -109,20 +112,25 @@ class MethodAdapter:
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
         hook, before = self._hook("client_state"), generator_states()
-        state = self.method.client_state(clients)
+        # a worker may have no clients, and a hook need not know how to stack nothing
+        asked = clients if len(clients) else [0]
+        state = self.method.client_state(asked)
         if generator_states() != before:
             raise TypeError(
                 f"{hook} drew from torch's, NumPy's or Python's own generator, whose numbers would depend on "
-                "ranks; draw from hpcfl.randomness.torch_stream(seed, purpose, 0, client)"
+                "ranks; draw from hpcfl.randomness.torch_stream(self.context.seed, purpose, 0, client)"
             )
-        check_rows(hook, state, len(clients))
+        check_rows(hook, state, len(asked))
         check_state(hook, state)
         if BUFFERS in state:
             raise ValueError(f"{hook} returned {BUFFERS!r}, which train.buffers=local keeps; rename it")
         if len(clients) > 1:
             check_same_alone(hook, clients[-1], state, self.method.client_state(clients[-1:]))
         # memory of its own for each tensor, for any number of clients: hooks may change it in place
-        state = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in state.items()}
+        state = {
+            name: rows[: len(clients)].clone(memory_format=torch.contiguous_format)
+            for name, rows in state.items()
+        }
         return state | self.method.buffers.in_clients(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:

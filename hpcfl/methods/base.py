@@ -140,7 +140,7 @@ class Method:
         A codec may send the tensors that `traits.differences` names as differences to those of the download:
         give them names of their own if they are anything but new values of these, such as updates.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs the hook train")
+        raise NotImplementedError
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload: means of its tensors first, then its blocks.
@@ -173,7 +173,7 @@ class Method:
         A part that all clients have in common is `shared` [P], the others are rows [C, P]. `down` is what
         `eval_download` returned. The clients' state cannot be written here.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs the hook eval_model")
+        raise NotImplementedError
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models right after a download, before local training; empty if there are none.

@@ -145,8 +145,8 @@ def compare(*runs: Run) -> Comparison:
     for run in runs:
         if not run.is_finished:
             raise UserError(
-                f"{run.path} is not finished: round {run.done} of {run.rounds} is done, and clients.csv, "
-                "which is written last, is not there; run its command again to resume"
+                f"{run.path} is not finished: its last evaluation is of round {run.done} of {run.rounds}, "
+                "and clients.csv, which is written last, is not there; run its command again to resume"
             )
     if len({run.path.resolve() for run in runs}) < len(runs):
         raise UserError("a run is named twice; compare runs in two folders or more")

@@ -190,10 +190,14 @@ class TrainedModels:
                 raise UserError(f"{where}: x has type {x.dtype}; allowed: whole numbers, the tokens")
             return as_tokens(x, where, sample.vocabulary)[0]
         if (x.dtype == np.uint8) != (data.dtype == "uint8"):
-            allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
+            top = f"{data.scale:g}"
+            allowed, remedy = "float, as the run's data set", "x.astype('float32')"
+            if data.dtype == "uint8":
+                allowed = f"uint8, 0..{top}"
+                remedy = f"x.astype('uint8'), or where x is 0..1, (x * {top}).round().astype('uint8')"
             raise UserError(
                 f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, because hpcfl does that"
-                f"; convert it with x.astype('{'uint8' if data.dtype == 'uint8' else 'float32'}')"
+                f"; convert it with {remedy}"
             )
         return as_pixels(x, where)
 

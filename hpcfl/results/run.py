@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from hpcfl.config.keys import ENVIRONMENT, Config, Layout, TrainConfig
 from hpcfl.config.load import differences
 from hpcfl.config.own_code import allow_files, code_in_use
+from hpcfl.data.arrays import Arrays, digest_of
+from hpcfl.data.partitions import ClientIndices
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
 from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, TrainedModels
+from hpcfl.setup.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import ACCURACY_VAL, is_over
@@ -376,6 +379,30 @@ class Run:
             UserError: as `model`, or its method does not predict by one network.
         """
         return self.models.network(client)
+
+    @cached_property
+    def _pool(self) -> tuple[Arrays, list[ClientIndices]]:
+        """The data set and each client's samples; raises UserError if they are not those of the run."""
+        arrays, parts = load_data(self.config)
+        if self.models.data.digest not in (0, digest_of(arrays)):
+            raise UserError(f"{self.path}: the data set is not that of the run; bring its files back")
+        return arrays, parts
+
+    def samples(
+        self, client: int, part: Literal["train", "val", "test"] = "test"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a client's samples as its data set has them, as `predict` takes them, and labels int64 [n].
+
+        The data set is read anew. Raises UserError where it cannot be read, where it is not that of the run,
+        for another client, and where `data.shift` changed what the client saw.
+        """
+        if self.config.data.shift is not None:
+            raise UserError(
+                f"{self.path}: data.shift changed its samples, and the data set has them unchanged"
+            )
+        number, (arrays, parts) = self.models.number(client), self._pool
+        chosen = getattr(parts[number], part)
+        return arrays.x[chosen], arrays.y[chosen]
 
     def predict(self, client: ClientName, samples: object, layout: Layout | None = None) -> np.ndarray:
         """Return class probabilities float32 [n, K] of samples as the run's data set stores them, by the

@@ -407,7 +407,7 @@ class ClientGroup:
         of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
         its argument theta [len(members), ...] holds the current weights of the group's clients `members`.
         `trained`: see Descent; `samples`: see `batches`. Raises TypeError for the default gradient of other
-        tensors.
+        tensors, ValueError for an extra gradient of another shape than the gradient.
         """
         if gradient is None and (theta.dim() != 2 or len(theta) != len(self)):
             raise TypeError(
@@ -421,7 +421,13 @@ class ClientGroup:
             weights = descent.theta[batch.members]
             slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
-                slope = slope + extra_gradient(weights, batch.members)
+                extra = extra_gradient(weights, batch.members)
+                if extra.shape != slope.shape:
+                    raise ValueError(
+                        f"extra_gradient returned a tensor of shape {[*extra.shape]}; expected: that of the "
+                        f"gradient, {[*slope.shape]}"
+                    )
+                slope = slope + extra
             descent.step(batch.members, slope)
             self.record(batch, losses)
         return Trained(descent.theta, self.steps - steps_before)

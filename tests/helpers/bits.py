@@ -26,7 +26,6 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
-from hpcfl.setup.experiment import load_data
 from hpcfl.simulation.sampling import Sampler
 from hpcfl.storage.ledger import SPENT
 from hpcfl.training.client_group import ClientGroup, WorkerContext
@@ -289,8 +288,7 @@ def losses_of(models: dict[str, Tensor], method: Method, place: WorkerContext) -
 
 def raw_tests(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the test samples of each client as the source stores them, x [n, C, H, W] and y [n]."""
-    arrays, parts = load_data(load_config(run.path / "config.yaml", []))
-    return [(np.ascontiguousarray(arrays.x[part.test]), arrays.y[part.test]) for part in parts]
+    return [run.samples(client) for client in range(run.models.num_clients)]
 
 
 def right(probabilities: np.ndarray, y: np.ndarray) -> int:

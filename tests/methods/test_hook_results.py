@@ -401,6 +401,20 @@ def test_clients_that_start_with_one_tensor_for_all_have_rows_of_their_own() -> 
     assert view.untyped_storage().data_ptr() != start.untyped_storage().data_ptr()
 
 
+def test_a_worker_without_clients_asks_for_no_empty_state() -> None:
+    def client_state(self: FedAvg, clients: Sequence[int]) -> State:
+        return {"id": torch.stack([torch.tensor(float(client)) for client in clients])}
+
+    run = run_with(FedAvg, *MLP, client_state=client_state)
+    assert run.adapter.initial_clients(range(0))["id"].shape == (0,)
+
+
+@pytest.mark.parametrize("hook", ["train", "eval_model"])
+def test_a_hook_that_every_method_needs_is_missed_before_training(hook: str) -> None:
+    with pytest.raises(TypeError, match=f"^Mistaken needs the hook {hook}$"):
+        run_with(FedAvg, *MLP, **{hook: getattr(Method, hook)})
+
+
 def train_with(loss: Callable[[Forward, State, Batch], Tensor]) -> Callable[..., Message]:
     """Return FedAvg's `train` on an own loss."""
 

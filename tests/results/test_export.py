@@ -267,7 +267,7 @@ def test_an_unfinished_run_has_no_personalised_models(
         line = refused(capsys, *words, "--out", tmp_path / out, "--client", "0", may_warn=True)
         assert re.search(why, line)
     line = refused(capsys, "compare", unfinished, unfinished, may_warn=True)
-    assert "not finished: round 3 of 3 is done, and clients.csv" in line
+    assert "not finished: its last evaluation is of round 3 of 3, and clients.csv" in line
     command = ["export", str(unfinished), "--out", str(tmp_path / "out"), "--client"]
     assert main([*command, "global"]) == FINISHED
     assert json.loads((tmp_path / "out" / "global.json").read_text())["round"] == 2
@@ -383,6 +383,28 @@ def test_mistakes_are_reported(place: Place, tmp_path: Path, capsys: pytest.Capt
     assert "no such file" in refused(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
     for name in ("p.txt", "images.npz"):
         assert "give a FILE.csv" in refused(capsys, *words, "--out", tmp_path / name)
+
+
+def test_samples_are_refused_where_they_are_not_those_that_the_run_had(place: Place, tmp_path: Path) -> None:
+    x, y = place.run("fedavg").samples(6, "train")
+    assert (len(x), x.dtype, y.dtype) == (len(y), np.float32, np.int64)
+    with pytest.raises(UserError, match="client 7 is not in this run; allowed: 0 to 6"):
+        place.run("fedavg").samples(7)
+    shutil.copytree(place.run("fedavg").path, tmp_path / "run")
+    record = (tmp_path / "run" / "config.yaml").read_text()
+    with np.load(place.digits) as pool:
+        np.savez(tmp_path / "other.npz", x=pool["x"][40:], y=pool["y"][40:])
+    for changed, expected in (
+        (
+            record.replace(str(place.digits), str(tmp_path / "other.npz")),
+            "the data set is not that of the run",
+        ),
+        (record.replace("shift: null", "shift: blur"), "data.shift changed its samples"),
+    ):
+        assert changed != record
+        (tmp_path / "run" / "config.yaml").write_text(changed)
+        with pytest.raises(UserError, match=expected):
+            hpcfl.load_run(tmp_path / "run").samples(0)
 
 
 def test_reading_does_not_change_a_run_folder(place: Place, tmp_path: Path) -> None:

@@ -361,6 +361,25 @@ def test_parts_run_at_the_same_time_and_the_table_is_done(two: Two, whole: Path,
         assert not differing(whole / name, tmp_path / name)
 
 
+def test_a_mistake_in_a_method_of_one_s_own_does_not_stop_the_other_cells(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from hpcfl.methods.fedavg import FedAvg\n"
+        "class Own(FedAvg):\n    def train(self, clients, down):\n        return down['thta']\n"
+    )
+    rows = f"rows:\n  - {{method: {{path: {own}}}}}\n  - {{method: {{name: fedavg}}}}\n"
+    (tmp_path / "own.yaml").write_text(f"title: Own\nseeds: [0]\n{rows}")
+    words = [str(tmp_path / "own.yaml"), *tiny_settings(digits), "--own-code", str(own), "--quiet"]
+    assert table(tmp_path / "out", *words) == errors.BAD_INPUT
+    warning, error = capsys.readouterr().err.splitlines()
+    cell = f"{tmp_path}/own.yaml, row 1 (own), seed 0: {own}, line 4, in train: KeyError: "
+    assert warning.startswith(f"hpcfl: warning: {cell}")
+    assert error.startswith(f"hpcfl: error: {cell}")
+    assert [row["seeds"] for row in figures(tmp_path / "out")] == ["0", "1"]
+
+
 def test_a_table_with_a_failed_cell_finishes_the_other_cells(two: Two, copied: Path, tmp_path: Path) -> None:
     folder, damaged = copied, copied / "fedavg-s0"
     (damaged / "clients.csv").unlink()
