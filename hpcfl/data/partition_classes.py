@@ -18,6 +18,7 @@ from hpcfl.data.partition_request import (
     IntArray,
     Request,
     check_client_size,
+    check_not_empty,
     check_shortage,
     check_too_large,
     check_too_many_classes,
@@ -269,6 +270,7 @@ def pathological_counts(request: Request, options: PathologicalOptions) -> IntAr
         low, high = int(max(mean / 10, least)), int(mean)
         if options.balanced:
             low, high = high, high + 1
+        check_not_empty(label, size, request.num_clients)
         if low >= high or mean < 1:
             raise UserError(
                 f"data.clients={request.num_clients}: class {label} has {size} samples for {len(owners)} "

@@ -64,11 +64,22 @@ def check_too_many_classes(key: str, value: int, num_classes: int, largest: int)
         )
 
 
+def check_not_empty(label: int, size: int, num_clients: int) -> None:
+    """Raise UserError for a class without samples that clients are to have."""
+    if size == 0:
+        raise UserError(
+            f"data.clients={num_clients}: class {label} has 0 samples; labels must be 0..K-1 without gaps, "
+            "such as numpy.unique(y, return_inverse=True)[1]; if they are, take more data or "
+            "data.partition.name=iid"
+        )
+
+
 def check_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
     """Raise UserError if a class has too few samples for the smallest amounts of its clients."""
     short = np.flatnonzero(need > sizes)
     if len(short):
         label = short[0]
+        check_not_empty(label, sizes[label], num_clients)
         raise UserError(
             f"data.clients={num_clients}: class {label} has {sizes[label]} samples and its clients need "
             f"at least {need[label]}; use fewer clients or more data"

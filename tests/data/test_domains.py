@@ -219,7 +219,7 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     of_two = ["data.partition.name=classes", "data.partition.classes_per_client=2"]
     for more, expected in (
         (["data.clients=2"], "data.clients=2: the source has 3 domains, and each needs a client; set data."),
-        (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples"),
+        (of_two, "domain b with 3 clients: data.clients=3: class 1 has 0 samples; labels"),
     ):
         with pytest.raises(UserError, match=f"^{expected}.*$"):
             load_data(load_config(None, words_of(path, *more)))

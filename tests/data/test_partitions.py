@@ -402,6 +402,8 @@ FEW_SIMILAR = {"classes_per_client": 6, "similar_classes": 1, "others_from": "al
 CLASSES = "data.partition.classes_per_client"
 BETA = "data.partition.beta=0.5: none of 2000 draws .*min_samples=50000 samples; raise"
 
+WITH_A_GAP = {"y": TEN_CLASSES[TEN_CLASSES != 3]}
+GAP = r"data.clients=10: class 3 has 0 samples; labels must be 0\.\.K-1 without gaps, .*return_inverse=True"
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("classes", {"classes_per_client": 11}, {}, f"{CLASSES}=11: .* allowed: 1..10"),
     ("classes", {}, {"per_client": 604}, "data.per_client=604: the data allows at most 600"),
@@ -412,6 +414,8 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dominant", {"dominant_classes": 10}, {}, "data.partition.dominant_classes=10: .* allowed: 1..9"),
     ("dominant", {}, {"per_client": 599}, "data.per_client=599: .*nearest: 580 and 600"),
     ("dominant", {}, {"clients": 500}, "data.clients=500: class 0 has 600 samples .* at least 1000"),
+    ("dominant", {}, WITH_A_GAP, GAP),
+    ("pathological", {}, WITH_A_GAP, GAP),
     ("dirichlet", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
     ("dirichlet", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
     ("dirichlet", {"min_samples": 50_000}, ONE_CLASS, BETA),
