@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hpcfl.config import load
 from hpcfl.config.keys import ENVIRONMENT, Config, NetworkOptions, Params, PartitionOptions
 from hpcfl.config.registry import Registries, Registry
@@ -28,7 +30,7 @@ REGISTRIES = Registries(
     model=Registry(
         MODELS,
         "model.path",
-        lambda file: file.only_instance(Model),
+        lambda file: file.only_instance(Model, nn.Module),
         lambda model: model.options,
         NetworkOptions,
     ),

@@ -284,6 +284,9 @@ FEDAVG = "from hpcfl.methods.fedavg import FedAvg\n"
 TWO_METHODS = f"{FEDAVG}class A(FedAvg): ...\nclass B(FedAvg): ...\n"
 NAMED = f"{FEDAVG}class A(FedAvg):\n    name = 'fedavg'\n"
 CODE, PATH = TRIMMED.replace("left_out", "code"), HALVES.replace("samples", "path")
+NO_MODEL = " defines 0 instances of Model (none); it needs one"
+NET = "from torch import nn\nclass Net(nn.Module): ...\n"
+POOLED = f"from hpcfl.models.networks import Model\n{NET}class Pooled(Model): ...\n"
 NO_READ = "from hpcfl.data.sources import Source\nA = Source('no read')\n"
 UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n", "BaseModel, Field\n")
 
@@ -299,6 +302,8 @@ UNCHECKED = HALVES.replace("(PartitionOptions)", "(BaseModel)").replace("Field\n
         (METHOD, NAMED, " defines fedavg, but that name is already in use; choose another"),
         (METHOD, CODE, ": method.code is reserved; rename code of TrimmedMeanParams"),
         (MODEL, "x = 1\n", " defines 0 instances of Model (none); it needs one"),
+        (MODEL, POOLED, f"{NO_MODEL}: add a line POOLED = Pooled(...)"),
+        (MODEL, NET, f"{NO_MODEL}, whose build returns Net as Network(body, head); see docs/own_model.md"),
         (READER, NO_READ, " defines 0 instances of Source with a read (none); it needs one"),
         (PARTITION, UNCHECKED, ": its options must be a class derived from PartitionOptions"),
         (PARTITION, PATH, ": data.partition.path is reserved; rename path of HalvesOptions"),

@@ -155,26 +155,42 @@ class OwnFile:
     def place(self) -> str:
         return f"{self.key}={self.path}"
 
-    def only(self, is_wanted: Callable[[Any], bool], wanted: str) -> Any:
-        """Return the only object of a kind that the file defines; UserError if it defines none or several."""
+    def only(self, is_wanted: Callable[[Any], bool], wanted: str, if_none: str = "") -> Any:
+        """Return the only object of a kind that the file defines; UserError if it defines none or several.
+
+        `if_none` ends the error where there is none.
+        """
         found = {name: value for name, value in vars(self.module).items() if is_wanted(value)}
         if len(found) != 1:
             names = ", ".join(found) or "none"
-            raise UserError(f"{self.place} defines {len(found)} {wanted} ({names}); it needs one")
+            raise UserError(
+                f"{self.place} defines {len(found)} {wanted} ({names}); it needs one" + if_none * (not found)
+            )
         return next(iter(found.values()))
 
-    def only_instance(self, kind: type) -> Any:
-        """Return the one instance of a class that the file defines; UserError as `only`."""
-        return self.only(lambda value: isinstance(value, kind), f"instances of {kind.__name__}")
+    def only_instance(self, kind: type, divided: type | None = None) -> Any:
+        """Return the one instance of a class that the file defines; UserError as `only`.
+
+        `divided` is what the `build` of an instance divides: a file may define that alone by mistake.
+        """
+        if_none = ""
+        for name, value in vars(self.module).items():
+            if self._is_own_class(value, kind):
+                if_none = f": add a line {name.upper()} = {name}(...)"
+                break
+            if divided is not None and self._is_own_class(value, divided):
+                if_none = f", whose build returns {name} as Network(body, head); see docs/own_model.md"
+        return self.only(lambda value: isinstance(value, kind), f"instances of {kind.__name__}", if_none)
 
     def only_class(self, base: type) -> Any:
         """Return the one class derived from `base` that the file itself defines; UserError as `only`."""
+        return self.only(
+            lambda value: self._is_own_class(value, base), f"classes derived from {base.__name__}"
+        )
 
-        def is_wanted(value: Any) -> bool:
-            is_class = isinstance(value, type) and issubclass(value, base)
-            return is_class and value.__module__ == self.module.__name__
-
-        return self.only(is_wanted, f"classes derived from {base.__name__}")
+    def _is_own_class(self, value: Any, base: type) -> bool:
+        is_class = isinstance(value, type) and issubclass(value, base)
+        return is_class and value.__module__ == self.module.__name__
 
     def add_to(self, known: dict[str, Any], name: str, value: Any, *, is_recorded: bool) -> str:
         """Register what the file defines; returns its name.
