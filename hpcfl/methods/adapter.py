@@ -181,8 +181,9 @@ class MethodAdapter:
             up = self._rows("train", self.method.train(clients, down), len(clients))
         if self._scores_theta and "theta" not in up:
             raise TypeError(
-                f"{self._hook('train')} uploads no theta: override model_after_training to return the "
-                "trained models, or Message() if there are none"
+                f"{self._hook('train')} uploads {', '.join(up.tensors) or 'nothing'}, and no theta: name the "
+                "trained models theta, or override model_after_training to return them, or Message() if "
+                "there are none"
             )
         self.method.buffers.keep(clients, up)
         return up

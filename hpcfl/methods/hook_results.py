@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Message
 from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.training.optimiser import Trained
 
 _NAME = r"(?!\.)[^/]+(/(?!\.)[^/]+)*"
 """Names of tensors; checkpoints have a group for what is before a slash."""
@@ -37,7 +38,7 @@ def check_message(hook: str, value: Message, count: int, layout: ParameterLayout
     if twice := sorted(value.shared.keys() & value.per_client.keys()):
         raise ValueError(f"{hook} returned {', '.join(twice)} both as shared and as per_client; give one")
     check_tensors(hook, value.shared)
-    check_rows(hook, value.per_client, count)
+    check_rows(hook, value.per_client, count, ", or under `shared` a tensor that all have in common")
     tensors = value.tensors
     theta, size, kind = tensors.get("theta"), layout.size, torch.get_default_dtype()
     if theta is not None and (not theta.dim() or theta.shape[-1] != size or theta.dtype != kind):
@@ -72,20 +73,22 @@ def check_tensors(hook: str, tensors: Tensors) -> None:
                 f"{hook}: a tensor is named {name!r}; names are words, or words joined by a slash"
             )
         if not isinstance(value, Tensor):
-            raise TypeError(f"{hook}: {name!r} is a {type(value).__name__}; give a torch.Tensor")
+            wanted = "clients.sgd(...).theta" if isinstance(value, Trained) else "a torch.Tensor"
+            raise TypeError(f"{hook}: {name!r} is a {type(value).__name__}; give {wanted}")
         if value.requires_grad:
             raise TypeError(f"{hook}: {name!r} has a graph for gradients; give {name}.detach()")
         check_type(hook, name, value)
 
 
-def check_rows(hook: str, tensors: Tensors, count: int) -> None:
-    """Raise TypeError or ValueError unless a hook's tensors have a row for each of `count` clients."""
+def check_rows(hook: str, tensors: Tensors, count: int, instead: str = "") -> None:
+    """Raise TypeError or ValueError unless a hook's tensors have a row for each of `count` clients; `instead`
+    ends the error: what else can be done."""
     check_tensors(hook, tensors)
     for name, rows in tensors.items():
         if not rows.dim() or len(rows) != count:
             raise ValueError(
-                f"{hook} returned {name!r} of shape {[*rows.shape]} for {count} clients; give a row to each, "
-                "or in a message under `shared` a tensor that all have in common"
+                f"{hook} returned {name!r} of shape {[*rows.shape]} for {count} clients; give a row to each"
+                + instead
             )
 
 

@@ -32,6 +32,7 @@ from hpcfl.methods.pfedla import PFedLA
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
+from hpcfl.training.optimiser import Trained
 
 
 def as_network(theta: Tensor) -> None:
@@ -57,6 +58,7 @@ def run_with(base: type[Method] = FedAvg, *keys: str, **hooks: Any) -> Run:
 
 
 NOT_IN_NUMPY = torch.zeros(4, dtype=torch.bfloat16)
+TRAINED = Trained(torch.zeros(1, 3), torch.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -64,18 +66,27 @@ NOT_IN_NUMPY = torch.zeros(4, dtype=torch.bfloat16)
     [
         ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
+        ("train", Message({}, {"theta": TRAINED}), r"is a Trained; give clients\.sgd\(\.\.\.\)\.theta$"),
         ("train", Message(per_client={"theta": torch.zeros(2, 3)}), r"'theta' of shape \[2, 3\] for 1 c"),
         ("train", Message(per_client={"theta": torch.zeros(1, 3)}), r"'theta' of shape \[1, 3\] and type to"),
         ("train", Message(per_client={"theta": np.zeros((1, 3))}), "'theta' is a ndarray; give a torch.T"),
         ("client_state", None, "client_state returned a NoneType; return a dictionary of tensors by name"),
-        ("client_state", {"h": torch.zeros(3)}, r"client_state returned 'h' of shape \[3\] for"),
+        (
+            "client_state",
+            {"h": torch.zeros(3)},
+            r"client_state returned 'h' of shape \[3\] for.*a row to each$",
+        ),
         ("client_state", {0: torch.zeros(4)}, "a tensor is named 0; names are words"),
         ("server_state", {"/h": torch.zeros(4)}, "a tensor is named '/h'; names are"),
         ("server_state", {"m": 0.5}, "'m' is a float; give a torch.Tensor"),
         ("server_state", {"m": torch.tensor(0.5)}, "'m' is a single number; .* such as torch.zeros"),
         ("server_state", {"m": NOT_IN_NUMPY}, "'m' is of type torch.bfloat16"),
         ("server_state", {"a": torch.zeros(2), "a/b": torch.zeros(2)}, "'a' and 'a/b' exclude each other"),
-        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), r"'theta' of shape \[3, 3\] for 4 c"),
+        (
+            "download",
+            Message(per_client={"theta": torch.zeros(3, 3)}),
+            r"'theta' of shape \[3, 3\] for 4 .* or under",
+        ),
         ("download", Message({"x": NOT_IN_NUMPY}), "'x' is of type torch.bfloat16 .* hold dense tensors"),
         ("download", Message(shared={"theta": 1.0}), "'theta' is a float; give a torch.Tensor"),
         ("download", Message({"x": torch.zeros(1)}, {"x": torch.zeros(4, 1)}), "returned x both as shared a"),
@@ -758,7 +769,7 @@ def test_an_upload_without_a_model_is_refused_with_what_is_missing() -> None:
         assert clients.round == 0
         return Message(per_client={"update": clients.sgd(down["theta"]).theta - down["theta"]})
 
-    raises(r"Mistaken\.train uploads no theta: override model_after_training", train=train)
+    raises(r"uploads update, and no theta: name .* theta, or override model_after_training", train=train)
 
 
 def test_the_sharded_state_waits_for_the_upload() -> None:
