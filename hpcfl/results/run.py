@@ -179,14 +179,19 @@ class Run:
 
     @property
     def last(self) -> dict[str, float]:
-        """The last row of metrics.csv by column; there must be an evaluation."""
-        return {name: float(values[-1]) for name, values in self.metrics.items()}
+        """The last row of metrics.csv by column; raises UserError without an evaluation."""
+        return self._evaluation(-1)
 
     @property
     def best(self) -> dict[str, float]:
         """The first row with the highest mean accuracy, as `last`."""
-        best = int(np.argmax(np.nan_to_num(self.metrics["accuracy_mean"], nan=-1)))
-        return {name: float(values[best]) for name, values in self.metrics.items()}
+        means = self.metrics.get("accuracy_mean", np.zeros(1))
+        return self._evaluation(int(np.argmax(np.nan_to_num(means, nan=-1))))
+
+    def _evaluation(self, row: int) -> dict[str, float]:
+        if not self.metrics:
+            raise UserError(f"{self.path} has no evaluation yet; wait for the first one")
+        return {name: float(values[row]) for name, values in self.metrics.items()}
 
     @cached_property
     def bytes(self) -> Columns:

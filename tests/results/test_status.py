@@ -51,6 +51,9 @@ def test_a_run_is_printed_with_its_name_and_progress(folder: Path) -> None:
     made = Run(make_run(folder / "mine", np.array([[0.5], [0.25]])))
     assert str(made) == "<Run mine: finished, round 2/2, accuracy 25.00%>"
     assert repr(Run(folder)) == f"<Run {folder.name}: stopped, round 0/3, no evaluation yet>"
+    for name in ("best", "last"):
+        with pytest.raises(UserError, match=r"has no evaluation yet; wait for the first one$"):
+            getattr(Run(folder), name)
 
 
 @pytest.mark.parametrize("line", [row(2)[:5], "garbage", f"{row(2)[:-1]}x", "", b"\xff".join([b"2", b"3"])])
