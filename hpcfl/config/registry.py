@@ -11,6 +11,8 @@ from hpcfl.config.keys import Settings
 from hpcfl.config.own_code import OwnFile, check_options, run_own_file
 
 DEFAULT_METHOD, DEFAULT_SOURCE = "pfedla", "digits"
+DEFAULT_MODEL = "lenet"
+"""For all sources but the default one."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,6 @@ class Registries:
         if group == "method":
             return DEFAULT_METHOD
         if group == "model":
-            return "digits_cnn" if source == DEFAULT_SOURCE else "lenet"
+            return "digits_cnn" if source == DEFAULT_SOURCE else DEFAULT_MODEL
         known = self.source.known.get(source)
         return (known.partition if known else None) or "classes"

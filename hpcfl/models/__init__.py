@@ -1,12 +1,14 @@
 """Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
+from hpcfl.config.registry import DEFAULT_MODEL, DEFAULT_SOURCE
 from hpcfl.errors import UserError, one_line
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
@@ -54,7 +56,7 @@ def build_network(
         are_tokens = " (whole numbers [n, length] are tokens; give features as floats)"
         raise UserError(
             f"model.name={name} takes {' or '.join(model.kinds)}, and the data are {sample}; allowed: "
-            f"{', '.join(fitting)}" + are_tokens * (sample.kind == "tokens")
+            f"{', '.join(fitting)}" + are_tokens * (sample.kind == "tokens") + _default_of(name, fitting)
         )
     shortest = min(sample.shape[1:] or sample.shape)
     if shortest < model.smallest_side:
@@ -65,9 +67,16 @@ def build_network(
         )
         raise UserError(
             f"model.name={name} needs {smallest}, and the data are {sample}; allowed: {', '.join(allowed)}"
+            + _default_of(name, allowed)
         )
     with seeded_generators(seed, "initial weights", client=client):
         return model.build(sample, num_classes, options)
+
+
+def _default_of(name: str, allowed: Sequence[str]) -> str:
+    """Return what to add to an error about the model that a user gets who names none; "" for others."""
+    is_default = f" ({name} is the default of all data but {DEFAULT_SOURCE}; set model.name={allowed[0]})"
+    return is_default * (name == DEFAULT_MODEL)
 
 
 def check_network(name: str, network: object, sample: SampleType, num_classes: int) -> None:

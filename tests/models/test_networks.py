@@ -157,7 +157,9 @@ SMALL = SampleType((1, 15, 20))
 
 def test_samples_of_another_kind_or_size_are_refused() -> None:
     for name, sample, expected in (
-        ("lenet", SMALL, r"and .* of 1x15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2, vit$"),
+        ("lenet_small", SMALL, r"and .* of 1x15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2, vit$"),
+        ("lenet", SMALL, r"vit \(lenet is the default of all data but digits; set model.name=digits_cnn\)$"),
+        ("lenet", SampleType((13,)), r"allowed: mlp \(lenet is the default .*; set model\.name=mlp\)$"),
         ("digits_cnn", SampleType((1, 3, 3)), r"model\.name=digits_cnn .*; allowed: mlp, resnet18"),
         ("lenet", TEXT, "takes images, and .* sequences of 20 of 50 tokens; allowed: textcnn, lstm, t"),
         ("mlp", TEXT, "takes images or series or features, and the data are"),
