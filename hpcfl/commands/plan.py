@@ -177,7 +177,7 @@ def _measured(run: RunConfig, found: DryRun) -> str:
     return (
         f"dry run of {readable_seconds(found.wall_s)} on {where}{busy} of this machine"
         f"{missing_gpu(run, found)}: {readable_seconds(found.batch_s)} a round for each mini-batch of a "
-        "client"
+        "client, all local epochs together"
     )
 
 

@@ -297,6 +297,7 @@ def test_a_busy_core_is_reported(cpu_s: float, where: str) -> None:
     dry = replace(KNOWN, cpu_s=cpu_s)
     text = plan._measured(load_config(None, []).run, dry)
     assert text.startswith(f"dry run of 1 s on one {where}")
+    assert text.endswith(" a round for each mini-batch of a client, all local epochs together")
 
 
 def test_estimates_follow_from_the_measurements(digits: Path) -> None:
