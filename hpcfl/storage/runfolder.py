@@ -77,7 +77,8 @@ class RunFolder:
                 return
             if not (self._is_empty() or (self.path / "config.yaml").is_file() or self.store.exists):
                 raise UserError(
-                    f"{self.path} exists but is not a run folder; delete it, or name another with --out DIR"
+                    f"{self.path} exists but is not a run folder; name another with --out DIR, or move it "
+                    "away"
                 )
             recorded = None if fresh else self._recorded()
         except OSError as error:

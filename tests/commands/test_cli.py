@@ -175,7 +175,7 @@ def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str
     for out in (folder, folder / "draft.txt"):
         for fresh in ([], ["--fresh"]):
             message = refused(capsys, *TINY, *fresh, "--out", out)
-            assert f"{out} exists but is not a run folder; delete it, or name another with --out D" in message
+            assert f"{out} exists but is not a run folder; name another with --out DIR, or move it" in message
     assert "cannot write the run folder" in refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
     assert contents(tmp_path) == before
 
