@@ -268,7 +268,7 @@ class RunFolder:
             self._end_if_lost()
             raise StorageError(
                 f"{self.path}: {what} cannot be written: {error.strerror or error}; {self.last_good()}; "
-                f"{REMEDIES.get(error.errno or 0, 'check the disk')} and rerun the same command to resume"
+                f"{REMEDIES.get(error.errno or 0, 'check the disk')} and {self._again()}"
             ) from error
 
     def _end_if_lost(self) -> None:
@@ -276,9 +276,12 @@ class RunFolder:
         with suppress(OSError):
             if lost := self._loss():
                 raise StorageError(
-                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; rerun the same command "
-                    "to resume (with --out DIR, if the folder has another path now)"
+                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; {self._again()} "
+                    "(with --out DIR, if the folder has another path now)"
                 )
+
+    def _again(self) -> str:
+        return f"rerun the same command to {'start over' if self.store.last_round is None else 'resume'}"
 
     def last_good(self) -> str:
         """Say of which round the newest good checkpoint is."""

@@ -43,6 +43,7 @@ FOREIGN = "pid 7 on another-node, job 12345"
 LOCK = f"{FOREIGN}\n"
 SAME_COMMAND = "rerun the same command"
 AGAIN = f"{SAME_COMMAND} to resume"
+START_OVER = f"there is no checkpoint yet; {FREE} and {SAME_COMMAND} to start over"
 IF_MOVED = " (with --out DIR, if the folder has another path now)"
 LOST = "was moved or deleted, or lost its .lock, while this run wrote it"
 CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
@@ -204,6 +205,17 @@ def test_a_fault_at_a_checkpoint_ends_the_run(
     assert the_error(capfd) == f"hpcfl: error: {expected.format(folder)}"
     assert_checkpoints_of_two_rounds(folder)
     folder.chmod(0o755)
+    resume(folder)
+
+
+def test_without_a_checkpoint_the_same_command_starts_over(
+    settings: list[str], resume: Resume, tmp_path: Path, capfd: Capture
+) -> None:
+    folder = tmp_path / "run"
+    assert run_disturbed(0, folder, settings, lambda: limit_files(100_000)) == STORAGE_ERROR
+    assert the_error(capfd).endswith(
+        f"the checkpoint of round 1 cannot be written: File too large; {START_OVER}"
+    )
     resume(folder)
 
 
