@@ -99,12 +99,15 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     return config
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the nested keys of a YAML file; UserError if it has no groups of keys."""
+def read_yaml(
+    path: Path,
+    hint: str = "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help",
+) -> dict[str, Any]:
+    """Return the nested keys of a YAML file; UserError if it has no groups of keys, or, with the hint, cannot
+    be read."""
     try:
         tree = parse_yaml(path.read_bytes().decode())
     except OSError as error:
-        hint = "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help"
         if isinstance(error, IsADirectoryError) and (path / "config.yaml").exists():
             hint = f"to resume this run, type hpcfl run {path}/config.yaml --out {path}"
         raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error

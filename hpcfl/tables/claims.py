@@ -214,7 +214,7 @@ def read_claims(path: Path) -> Claims:
 
     Raises UserError for the first row, column, moment, pair, table or key that is not there.
     """
-    file = validate_file(path, read_yaml(path), ClaimsFile)
+    file = validate_file(path, read_yaml(path, "give a claims file (YAML)"), ClaimsFile)
     folder = path.parent.parent / TABLES
     known: dict[str, ResultFiles] = {}
 

@@ -252,7 +252,7 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     The last file's settings of all cells, of a column and of a row override all those of the files before it.
     Its `columns` and `rows` are entries with labels, in which those of the extended file are filled in.
     """
-    file = validate_file(path, read_yaml(path), TableFile)
+    file = validate_file(path, read_yaml(path, "give a table file (YAML)"), TableFile)
     for name in file.show:
         check_known(f"{path}: show", name, "quantity", QUANTITIES)
     layers: list[TableFile] = []

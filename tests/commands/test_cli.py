@@ -69,6 +69,7 @@ MISTAKES = [
     (["plan", "--train.lr", "0.1"], "keys have no dashes, write key.sub=VALUE; see hpcfl plan --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
+    (["table", "."], "cannot read .: Is a directory; give a table file (YAML)"),
     (["data", "fetch", "imagenet"], "allowed: mnist, fashionmnist, emnist, cifar10, cifar100"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
     (["list", "methods"], "list methods: type hpcfl list for all names, or hpcfl list keys method.pf"),
@@ -111,7 +112,7 @@ MISTAKES = [
     (["method.name=scaffold", "train.momentum=0.9"], "variates are means of plain gradients; allowed: 0.0"),
     (["method.name=lg_fedavg", "method.global_layers=5"], "4 layers (conv1, conv2, fc1, fc2); allowed: up"),
 ]
-COMMANDS = ("list", "plan", "bench", "watch", "data", "reprot", "zzz")
+COMMANDS = ("list", "table", "plan", "bench", "watch", "data", "reprot", "zzz")
 """First words of commands that are no run."""
 
 
