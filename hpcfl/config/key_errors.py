@@ -61,6 +61,8 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
     said = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     said = said.partition(" or instance of ")[0]
     said = said.replace("a valid dictionary", "a group of keys")
+    entries = {int: "0, 1", str: first["input"]}.get(type(first["input"]), "VALUE, ...")
+    said = said.replace("a valid list", f"a list, such as [{entries}]")
     if first["type"] == "union_tag_invalid":
         tag = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
         said = f"{tag['discriminator']}={tag['tag']} is unknown; allowed: {tag['expected_tags']}"

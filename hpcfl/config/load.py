@@ -276,7 +276,10 @@ def _needs_of_training(config: Config) -> Iterator[tuple[str, bool, str]]:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        raise UserError(f"{group}={value} is invalid: it is a group of keys; see hpcfl list keys {group}")
+        hint = f"see hpcfl list keys {group}"
+        if isinstance(value, str) and group in ("method", "model"):
+            hint = f"write {group}.name={value}, in a YAML file {group}: {{name: {value}}}"
+        raise UserError(f"{group}={value} is invalid: it is a group of keys; {hint}")
     return {str(key): entry for key, entry in (value or {}).items()}
 
 

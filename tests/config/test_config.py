@@ -202,7 +202,7 @@ def test_names_of_configurations_are_the_recorded_ones() -> None:
         ("data.layout=HWC", "=HWC is invalid; allowed: NHWC, NCHW, NCL, NLC or null (default: null)"),
         ("comm.keep=0.1", "comm.keep=0.1: this key is now comm.topk_ratio"),
         ("run.tensorboard=true", "run.tensorboard=true: this key is now run.tracker=tensorboard"),
-        ("method=fedavg", "=fedavg is invalid: it is a group of keys; see hpcfl list keys method"),
+        ("method=fedavg", "=fedavg is invalid: it is a group of keys; write method.name=fedavg, in a YAML "),
         ("train=3 train.rounds=3", "train.rounds needs a group of keys, not train=3; leave train=3 out"),
         ("=3", "=3 is an unknown key; allowed: method, data, model, train, "),
         ("run.eval_split=val", "needs data.val_fraction, such as 0.2; set that, or run.eval_split=test"),

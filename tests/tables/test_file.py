@@ -308,6 +308,8 @@ NEAR_FEW = "column fev; allowed: few | many | kept, k = 0 | kept, k = 2; did you
         ("train: {lr: 0.2}", "data: {seed: 1}", ", compare ours with fedavg, column few: their clients hold"),
         ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
         ("train: {lr: 0.2}", "data: 5", ", row 2 (fedavg), column few: data=5 "),
+        ("seeds: [3, 5]", "seeds: 2", ": seeds=2 is invalid: it must be a list, such as [0, 1]"),
+        ("source: table 1", "show: seeds", ": show='seeds' is invalid: it must be a list, such as [seeds]"),
         ("source: table 1", "show: [loss]", ": show: unknown quantity loss; allowed: "),
         ("base.yaml", "basis.yaml", ", row 1 (ours), column few: cannot read"),
         (
