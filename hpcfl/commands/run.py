@@ -110,7 +110,8 @@ def run(
         if outcome == "stopped":
             without = " without --fresh" if fresh else ""
             progress.say(
-                f"stopped early with a checkpoint in {path}; rerun the same command{without} to resume"
+                f"stopped early, with a checkpoint of round {folder.store.last_round} in {path}; rerun the "
+                f"same command{without} to resume"
             )
             return outcome
         report = _write_report(path) if config.run.report else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_a_job_signalled_and_preempted_during_a_round_is_requeued(
         gates.open(1)
     for job, _, folder in jobs:
         job.come_back(1)
-        assert f"stopped early with a checkpoint in {folder}" in job.output
+        assert re.search(rf"stopped early, with a checkpoint of round \d+ in {folder}", job.output)
     by_mpirun, gates, _ = jobs[0]
     gates.wait(2, by_mpirun)
     slurm.call("scontrol", "requeue", by_mpirun.number)
