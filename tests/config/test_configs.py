@@ -72,7 +72,7 @@ PAPERS = {
     "fedafk_table3": (6, 14, 84),
     "fedafk_table4": (1, 14, 0),
     "fedafk_table5": (3, 4, 12),
-    "fedmn_figure2": (1, 14, 0),
+    "fedmn_figure2": (1, 15, 0),
     "fedmn_table2": (3, 9, 27),
     "fedmn_table2_femnist": (1, 9, 9),
     "pfedla_figure1": (1, 5, 0),
