@@ -200,7 +200,7 @@ def test_an_array_finishes_all_cells_but_the_one_that_fails(
     assert [task.state for task in (broken, whole)] == ["FAILED", "COMPLETED"]
     assert [task.field("Restarts") for task in (broken, whole)] == ["0", "1"]
     assert broken.output.count("RuntimeError: a mistake of one's own") == 2
-    assert "a fault (exit code 1); continuing with the other cells" in broken.output
+    assert "RuntimeError: a mistake of one's own; continuing with the other cells" in broken.output
     missing = {row["label"]: row["missing_seeds"] for row in read_csv(out / "table.csv")}
     assert missing == {"broken": "1", "waits": "0", "local": "0", "ditto": "0"}
     assert f"  broken seed 0, in {out / 'broken-s0'}\n" in whole.output
