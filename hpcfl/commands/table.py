@@ -189,7 +189,7 @@ def _run_cells(
             raise
         except Exception as error:
             mistake = error if isinstance(error, UserError) else None
-            if world.size == 1 and (line := mistake_in_own_code(error)) is not None:
+            if mistake is None and world.size == 1 and (line := mistake_in_own_code(error)) is not None:
                 mistake = UserError(line)
             if mistake is None:
                 raise

@@ -27,7 +27,7 @@ from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
 from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, TrainedModels
-from hpcfl.setup.experiment import load_data
+from hpcfl.setup.experiment import digest_of_parts, load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import ACCURACY_VAL, is_over
@@ -389,8 +389,13 @@ class Run:
     def _pool(self) -> tuple[Arrays, list[ClientIndices]]:
         """The data set and each client's samples; raises UserError if they are not those of the run."""
         arrays, parts = load_data(self.config)
-        if self.models.data.digest not in (0, digest_of(arrays)):
+        known = self.models.data
+        if known.digest not in (0, digest_of(arrays)):
             raise UserError(f"{self.path}: the data set is not that of the run; bring its files back")
+        if known.partition_digest not in (0, digest_of_parts(parts)):
+            raise UserError(
+                f"{self.path}: this version of hpcfl divides the data in another way; use that of the run"
+            )
         return arrays, parts
 
     def samples(

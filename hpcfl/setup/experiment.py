@@ -237,7 +237,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     device = configure_process(config.run, world)
     arrays, parts = load_data(config)
     data = describe(config.data, arrays, parts)
-    data = replace(data, digest=digest_of(arrays), partition_digest=_digest_of(parts))
+    data = replace(data, digest=digest_of(arrays), partition_digest=digest_of_parts(parts))
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     if world.is_server and (reason := too_large(method)):
@@ -336,7 +336,8 @@ def assemble(
     )
 
 
-def _digest_of(parts: Sequence[ClientIndices]) -> int:
+def digest_of_parts(parts: Sequence[ClientIndices]) -> int:
+    """Return a checksum of how samples are divided among clients and their parts."""
     digest = 0
     for part in parts:
         for samples in (part.train, part.val, part.test):

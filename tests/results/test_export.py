@@ -400,6 +400,7 @@ def test_samples_are_refused_where_they_are_not_those_that_the_run_had(place: Pl
             "the data set is not that of the run",
         ),
         (record.replace("shift: null", "shift: blur"), "data.shift changed its samples"),
+        (record.replace("beta: 0.5", "beta: 5.0"), "divides the data in another way"),
     ):
         assert changed != record
         (tmp_path / "run" / "config.yaml").write_text(changed)
