@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ SHORTEST_NAME = 8
 """Characters of a run's name that are always shown."""
 RECENT_EVALUATIONS = 10
 """Number of evaluations from which the seconds of a round are computed."""
+PROGRESS = re.compile(r" round (\d+)/\d+ .* time left (.*)")
+"""A line of `hpcfl.terminal.Progress` in log.txt: the rounds done, and the time left."""
 
 
 def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
@@ -85,7 +88,8 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     yield "run", str(run.path)
     yield "what", _configuration(run)
     yield "state", _state(run, status)
-    yield "rounds", f"{run.done}/{run.rounds}"
+    done, left = _progress(run, status)
+    yield "rounds", f"{done}/{run.rounds}"
     if run.metrics:
         last, best = run.last, run.best
         yield "accuracy", f"{last['accuracy_mean']:.2%} (round {run.done})"
@@ -104,7 +108,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     else:
         yield "accuracy", "no evaluation yet"
     if status.state not in ENDED:
-        yield "time left", _time_left(run)
+        yield "time left", left
     elif status.state != "finished":
         yield "resume with", printable(str(run.environment.get("command", "the same command")))
     for number, line in enumerate(run.log[-LOG_LINES:]):
@@ -115,11 +119,11 @@ def _lines(runs: Sequence[tuple[str, Run]], encoding: str, width: int) -> str:
     """Return one line per run, and a header."""
     rows = [["run", "state", "rounds", "accuracy", "best", "curve", "left"]]
     for name, run in runs:
-        state, means = run.status.state, run.metrics["accuracy_mean"].tolist() if run.metrics else []
+        status, means = run.status, run.metrics["accuracy_mean"].tolist() if run.metrics else []
+        done, left = _progress(run, status)
         known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
-        left = "" if state in ENDED else _time_left(run)
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
-        rows.append([name, state, f"{run.done}/{run.rounds}", *known, drawn, left])
+        rows.append([name, status.state, f"{done}/{run.rounds}", *known, drawn, left])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # names of runs are shortened if the terminal is narrow
     left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))
@@ -153,5 +157,16 @@ def _round_s(run: Run) -> float:
     return (wall_s[-1] - wall_s[before]) / max(1, rounds[-1] - rounds[before])
 
 
-def _time_left(run: Run) -> str:
-    return clock(_round_s(run) * (run.rounds - run.done)) if run.metrics else "unknown"
+def _progress(run: Run, status: Status) -> tuple[int, str]:
+    """Return the rounds that are done, and the time left, which is empty if the run has ended.
+
+    A run that goes on writes both to log.txt twice a minute; evaluations may be rare.
+    """
+    if status.state in ENDED:
+        return run.done, ""
+    for line in reversed(run.log):
+        if "resuming after round" in line:
+            break
+        if (found := PROGRESS.search(line)) and int(found[1]) >= run.done:
+            return int(found[1]), found[2]
+    return run.done, clock(_round_s(run) * (run.rounds - run.done)) if run.metrics else "unknown"

@@ -13,6 +13,7 @@ import pytest
 from bits import run_here, start_run, tiny_settings
 from processes import forked_on_terminal, read_all, run_forked, until
 
+from hpcfl import terminal
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.results.run import Run
@@ -95,6 +96,32 @@ def test_a_run_runs_and_is_killed(in_progress: tuple[Path, int], finished: Path,
     shown = figures(watched(folder))
     assert shown["state"].startswith(f"killed or failed, pid {pid} on ")
     assert "time left" not in shown
+
+
+def test_rounds_between_evaluations_are_shown(settings: list[str], tmp_path: Path, watched: Watched) -> None:
+    """By the lines in log.txt, but not by those of an attempt that was killed."""
+    folder = tmp_path / "run"
+    rare = [*settings, f"train.rounds={ENDLESS}", f"run.eval_every={ENDLESS}", "run.checkpoint_every=1"]
+
+    def log_every_round() -> None:
+        terminal.LINE_EVERY_S = 0.0
+
+    def shown_after(line: str, prepare: Callable[[], None]) -> dict[str, str]:
+        log = folder / "log.txt"
+        pid = start_run(folder, rare, prepare)
+        try:
+            until(lambda: log.exists() and line in log.read_text(), line)
+            return figures(watched(folder, "--once"))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    shown = shown_after(" round 2/", log_every_round)
+    assert shown["accuracy"] == "no evaluation yet"
+    assert 2 <= int(shown["rounds"].partition("/")[0]) < ENDLESS
+    assert re.fullmatch(r"(\d+ days?, )?\d+:\d\d:\d\d", shown["time left"])
+    shown = shown_after("resuming after round", lambda: None)
+    assert (shown["rounds"], shown["time left"]) == (f"0/{ENDLESS}", "unknown")
 
 
 LOOK = """
