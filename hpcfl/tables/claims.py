@@ -86,6 +86,8 @@ class ClaimsFile(FileKeys):
     paper: Text
     tables: list[Text] = Field([])
     """Tables of the paper in full, of which each cell is listed beside ours."""
+    smaller: list[Text] = Field([])
+    """Smaller tables without a claim, whose cells stand in for those that are not run in full."""
     claims: list[Claim] = Field(min_length=1)
 
 
@@ -98,7 +100,7 @@ class Verdict:
     column: str
     pair: str
     rounds: str = ""
-    """As `30 of 600`; the second is the paper's."""
+    """As `30 of 600`; the second is the paper's. Of both rows, as `296 and 150`, where they differ."""
     moment: str = ""
     """When the models were scored."""
     seeds: int = 0
@@ -162,13 +164,13 @@ class ResultFiles:
         found = (_finished(results, label, column) for results, _ in self._files)
         return next((line for line in found if line is not None), None)
 
-    def difference(self, pair: Pair, column: str, row: str) -> tuple[Line, Line | None] | None:
-        """Return a pair's difference in a column, and one row's result in the same file.
+    def difference(self, pair: Pair, column: str) -> tuple[Line, list[Line]] | None:
+        """Return a pair's difference in a column, and its rows' results in the same file.
 
         Returns None where no seed is finished.
         """
         found = [
-            (line, _finished(results, row, column))
+            (line, [result for row in pair.rows if (result := _finished(results, row, column))])
             for results, differences in self._files
             for line in differences
             if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
@@ -184,10 +186,8 @@ class ResultFiles:
             found = [lines for lines in found if lines[0]["moment"] == pair.at.replace("_", " ")]
         return found[0] if found else None
 
-    def rounds(self, line: Line | None, in_full: int | None = None) -> str:
+    def rounds(self, line: Line, in_full: int | None = None) -> str:
         """Return the rounds of a result, and of how many where it was shortened; default: of the table's."""
-        if line is None:
-            return ""
         full = in_full or self.table.cells_of(line["label"], line["column"])[0].config.train.rounds
         return f"{line['rounds']} of {full}" if int(line["rounds"]) < full else line["rounds"]
 
@@ -202,7 +202,7 @@ class Claims:
     tables: list[ResultFiles]
     """Of the paper in full."""
     smaller: list[ResultFiles]
-    """Other tables that test its claims; a cell of the same labels stands in for one that is not run."""
+    """Tables that test its claims, then others; their cells stand in for those of the same labels not run."""
 
     @property
     def has_results(self) -> bool:
@@ -237,6 +237,8 @@ def read_claims(path: Path) -> Claims:
                 else:
                     by_claim[-1] += _over_number(claim, runs, other, *of)
     tables = [results(name, f"{path}, tables") for name in file.tables]
+    for name in file.smaller:
+        results(name, f"{path}, smaller")
     smaller = [found for name, found in known.items() if name not in file.tables]
     return Claims(path, file.paper, by_claim, tables, smaller)
 
@@ -270,6 +272,8 @@ def overview(many: Sequence[Claims]) -> Grid:
 def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place: str) -> Iterator[Verdict]:
     """Yield the verdicts on a row's accuracy over another row's, in each column."""
     table = results.table
+    for label in (runs.row, other):
+        check_known(place, label, "row", table.labels)
     pairs = [pair for pair in table.compare if set(pair.rows) == {runs.row, other}]
     pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
     if pair is None:
@@ -281,10 +285,12 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
         check_known(f"{place}: {runs.row} compared with {other}", column, "column", pair.columns)
         name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
         of = (claim, table.path.stem, column, name)
-        if (found := results.difference(pair, column, runs.row)) is None:
+        if (found := results.difference(pair, column)) is None:
             yield Verdict(*of, moment=(runs.at or "").replace("_", " "))
             continue
-        line, result = found
+        line, of_rows = found
+        of_rows.sort(key=lambda result: result["label"] != runs.row)
+        rounds = dict.fromkeys(results.rounds(result, runs.printed_rounds) for result in of_rows)
         difference, low, high = (
             float(line[name]) if line[name] else math.nan
             for name in ("difference", "over_seeds_low", "over_seeds_high")
@@ -293,7 +299,7 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
             difference, low, high = -difference, -high, -low
         yield Verdict(
             *of,
-            rounds=results.rounds(result, runs.printed_rounds),
+            rounds=" and ".join(rounds),
             moment=line["moment"],
             seeds=int(line["seeds"]),
             difference=difference,

@@ -171,6 +171,24 @@ def test_of_shortened_results_the_longest_are_taken_with_the_papers_rounds(folde
     assert document(claims).grids[1].rows[0] == row
 
 
+def test_the_verdict_has_the_rounds_of_both_rows_where_they_differ(folder: Folder) -> None:
+    line = {"column": "few", "seeds": 1, "scored": "after download", "accuracy_mean": 0.6}
+    folder.write("full_differences.csv", difference(0.2, 0.1, 0.3, pair=("mean", "ours")))
+    for of_mean, rounds in ((40, "40"), (30, "40 and 30 of 40")):
+        lines = [line | {"label": label, "rounds": done} for label, done in (("mean", of_mean), ("ours", 40))]
+        folder.write("full.csv", *lines)
+        claims = read_claims(folder.write_claims(CLAIMS.replace("above: alone", "above: mean")))
+        assert [verdict.rounds for verdict in claims.by_claim[0]] == [rounds]
+
+
+def test_a_smaller_table_without_a_claim_stands_in_for_cells_that_are_not_run(folder: Folder) -> None:
+    folder.result("small.csv", "ours", 0.6, rounds=3)
+    text = CLAIMS.replace("claims:", "smaller: [small]\nclaims:")
+    assert document(read_claims(folder.write_claims())).grids[1].rows[0][1] == "not run (61.43)"
+    cell = document(read_claims(folder.write_claims(text))).grids[1].rows[0][1]
+    assert cell == "60.0, 1 seed, 3 of 40 rounds (61.43)"
+
+
 def test_a_cell_that_is_not_run_in_full_has_its_longest_shortened_run(folder: Folder) -> None:
     folder.result("full.csv", "alone", 0.5)
     folder.write("full_differences.csv", difference(0, seeds=0) | {"difference": ""})
@@ -244,7 +262,9 @@ ABOVE = "above: alone"
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("row: ours", "row: theirs", 'has no such pair; add {rows: ["theirs", "alone"]} to'),
+        ("row: ours", "row: mean", 'has no such pair; add {rows: ["mean", "alone"]} to'),
+        ("row: ours", "row: theirs", "unknown row theirs; allowed: ours | alone | mean"),
+        (ABOVE, "above: theirs", "unknown row theirs; allowed: ours | alone | mean"),
         (ABOVE, f"{ABOVE}, columns: [none]", "compared with alone: unknown column none; allowed: few | many"),
         (ABOVE, f"{ABOVE}, at: at_last", "'after_download' or 'after_training'"),
         (ABOVE, "above: mean, at: after_training", 'add {rows: ["ours", "mean"], at: after_training}'),
@@ -252,6 +272,7 @@ ABOVE = "above: alone"
         (ABOVE, "above: 60, columns: [none]", "unknown column none; allowed: few | many"),
         ("row: ours, above: alone", "row: theirs, above: 60", "unknown row theirs; allowed: ours"),
         ("{table: full", "{table: none", "there is no table file"),
+        ("claims:", "smaller: [none]\nclaims:", "smaller: there is no table file"),
         ("    where: table 1\n", "", "claim 1: where is missing"),
         ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is not a file"),
         ("    runs:", "    reason: so\n    runs:", "reason and evidence, the result file that it rests on,"),
