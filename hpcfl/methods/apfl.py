@@ -8,15 +8,15 @@ With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
     w   <- weighted mean of w_i, which start each round as the received w
 
 Choices: APFL mixes weights, not logits. g(vbar) is computed once per mini-batch, after the step of w_i
-(authors' code; in Algorithm 1 before it), and used for both v_i and a_i, each of which moves from where both
-were before the mini-batch. The weights of the mean are training-set sizes (paper: uniform). a_i moves only at
-the first mini-batch of a round, as in the authors' code, and without momentum. If a_i moved at every
-mini-batch, w_i would soon be ahead of v_i, whose steps are scaled by a_i, and most a_i would fall to 0.
-Running statistics belong to vbar and stay with the client. The evaluated model is vbar after local training;
-for an unsampled client it is the vbar of its last round. The model after a download is w. One mini-batch
-costs two gradients. With a_i fixed at 1, v_i is local training; with a_i fixed at 0, vbar is the client's
-copy of FedAvg's model. For a client that takes no part in training v_i starts as the received w, and it does
-one round (not in the paper).
+(authors' code; in Algorithm 1 before it), and used for both v_i and a_i, each of which moves from where
+both were before the mini-batch. The weights of the mean are training-set sizes (paper: uniform). a_i moves
+only at the first mini-batch of a round, as in the authors' code, and without momentum. If a_i moved at
+every mini-batch, w_i would soon be ahead of v_i, whose steps are scaled by a_i, and most a_i would fall to
+0. Running statistics belong to vbar and stay with the client. The evaluated model is vbar after local
+training; for an unsampled client it is the vbar of its last round, and before its first round the initial
+model. The model after a download is w. One mini-batch costs two gradients. With a_i fixed at 1, v_i is
+local training; with a_i fixed at 0, vbar is the client's copy of FedAvg's model. For a client that takes no
+part in training v_i starts as the received w, and it does one round (not in the paper).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class APFLParams(Params):
     """Initial a_i, the share of the client's own model. With `alpha_lr=0`, 1 means local training and 0 means
     the client's copy of the global model."""
     alpha_lr: float | None = Field(None, ge=0)
-    """Learning rate of a_i; 0 keeps a_i fixed; default: `train.lr`, as in the paper."""
+    """Learning rate of a_i, with the run's `train.lr_decay`; 0 keeps a_i fixed; default: `train.lr`, as in
+    the paper."""
     alpha_moves: Literal["round", "step"] = "round"
     """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 

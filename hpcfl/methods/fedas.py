@@ -13,7 +13,8 @@ Differs from the authors' code:
   information  gradients are those of each sample. (The authors square the gradients of mini-batches' means,
                so that their weights depend on the size of mini-batches.) As there, it is a sum over samples
                and no mean: clients with equal traces a sample count by their samples
-  loss         a mean over samples and features. (The authors add up the means of each class of a mini-batch.)
+  loss         a mean over samples and features. (The authors add up the means of each class of a mini-batch:
+               with the same learning rate, this alignment is weaker.)
   who          the clients of the round's cohort alone compute it. (In the authors' code all clients do.)
   start        each client aligns the server's phi. (In the authors' code a client's alignment changes the
                server's model, from which the next client of the round starts.)
@@ -23,6 +24,7 @@ Differs from the authors' code:
 
 Choices:
   first round  a client that has not trained yet has no C_i,c that mean anything: it takes over phi as it is
+               (the authors' code aligns to the means of the initial body)
   optimiser    the alignment has the run's momentum and weight decay (authors: none)
   BatchNorm    running statistics are updated in both phases; the server averages them by training-set sizes
   weights      the information is that of body and head, in evaluation mode. Clients send its mean over

@@ -14,7 +14,8 @@ Choices the paper leaves open:
   prototypes   are computed after the local epochs, over the training set, in evaluation mode
   upload       it has K rows, with zeros for classes that the client does not hold, and a byte for each class.
                (The paper's has rows only for the classes that the client holds.)
-  evaluated    the own body after its last training under the newest h; after training, the client's own head.
+  evaluated    the own body after its last training under the newest h; after training, the client's own head
+               (which the authors' code evaluates).
                Running statistics stay with the client
   unseen       a client that takes no part in training trains the initial body and a copy of h
 """

@@ -17,7 +17,7 @@ Choices:
   loss         a mean over samples and features, as in the authors' code. A sample of a class whose c_k is not
                known adds 0 (authors' code: from the second round on, it is pulled towards the client's own
                mean before training)
-  statistics   of features in evaluation mode (authors' code: BatchNorm takes statistics of mini-batches)
+  statistics   of features in evaluation mode
   solver       projected gradients with momentum, until no weight moves any more; they find zeros as such.
                (The authors' code sets weights below 0.001 to 0.) The matrix is a Gram matrix plus a diagonal,
                and needs no repair of its eigenvalues

@@ -8,14 +8,14 @@ c_i is the number of earlier rounds that sampled client i, p T the expected numb
 R is the maximum mean discrepancy between the features of theta and of p_i (Gaussian kernels), or the
 distillation loss with p_i's logits.
 
-Choices: p_i gets no gradient and is in evaluation mode. It has its own running statistics, which are mixed by
-mu_i like its weights; the running statistics of theta_i start from them. Kernels have fixed bandwidths
+Choices: p_i gets no gradient and is in evaluation mode. It has its own running statistics, which are mixed
+by mu_i like its weights; the running statistics of theta_i start from them. Kernels have fixed bandwidths
 (PFLlib's; the first author's FedRepo takes them from the mini-batch's distances). Distillation has the same
-temperature on both sides, and its loss is multiplied by the squared temperature (FedRepo: on p_i's side only,
-and no factor). In a client's first round there is no p_i: lambda is 0, and p_i becomes theta_i (FedRepo
-starts p_i as the initial model). Features are not normalised. The evaluated model is p_i after the client's
-last training (PFLlib evaluates theta_i); the model after a download is w. A client that takes no part in
-training does its first round (not in the paper).
+temperature on both sides, and its loss is multiplied by the squared temperature (FedRepo: on p_i's side
+only, and no factor). In a client's first round there is no p_i: lambda is 0, and p_i becomes theta_i
+(FedRepo starts p_i as the initial model). Features are not normalised. The evaluated model is p_i after the
+client's last training (PFLlib evaluates theta_i), and the initial model before its first round; the model
+after a download is w. A client that takes no part in training does its first round (not in the paper).
 """
 
 from __future__ import annotations

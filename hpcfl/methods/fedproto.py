@@ -9,7 +9,8 @@ f_i is the body of the client's own model. Prototypes travel, and no weights.
 
 Differs from the paper:
   mean         eq. 6 as printed also divides by the number of clients that hold class c. Its prototypes would
-               be that much smaller than any client's; this is the mean that the text describes
+               be that much smaller than any client's; this is the mean that the text describes.
+               (The authors' code has a plain mean over clients.)
   loss         the distance is that of each sample's features, as in the authors' code; eq. 7 has that of the
                class means. It is a mean over samples and features, in which a sample of a class without
                Cbar_c counts as 0

@@ -24,6 +24,7 @@ Choices the paper leaves open:
                round by round, up to tau, and features must follow: with 0.05 a run on the digits diverged
   absent       a class that no client of the round holds is still among the c' of the others. A class that no
                client has sent so far has no Pbar_c for the clients: none is pulled to it or predicts it
+               (in the authors' code they are, and do)
   upload       it has K rows, with what came down for classes that the client does not hold, and a byte for
                each class. (The paper's has rows only for the classes that the client holds.)
 """

@@ -12,12 +12,13 @@ and head; gamma and beta are linear layers with ReLU and LayerNorm. With the rec
 The head h_i stays with the client. The evaluated model is h_i(V(f(x), u_i)) with the newest f, g and V.
 
 Choices: u_G, u_i and the g_y of the third term are made of the received g and constant in a round; the
-cosines are of the g that learns, and have no temperature (both as in the authors' code). The third term is a
-mean over samples (the authors' code has the norm of the whole mini-batch, which grows with its size). u_G and
-u_i come from the g that was just received (in the authors' code from the client's g before). g starts from
-N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body. Label
-smoothing acts on the first term alone. Fine-tuning before an evaluation has no mu. A client that takes no
-part in training learns a head beside f, g and V as they are.
+cosines are of the g that learns, and have no temperature (both as in the authors' code). The third term is
+a mean over samples (the authors' code has the norm of the whole mini-batch, which grows with its size). u_G
+and u_i come from the g that was just received (in the authors' code from the client's g before). g starts
+from N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body.
+Label smoothing acts on the first term alone. The last term is one of the loss (authors' code: the
+optimiser's weight decay), so that `train.clip` counts it. Fine-tuning before an evaluation has no mu. A
+client that takes no part in training learns a head beside f, g and V as they are.
 """
 
 from __future__ import annotations

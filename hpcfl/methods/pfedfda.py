@@ -22,8 +22,10 @@ Choices:
                with `--single_beta` one for both, by at most ten steps of L-BFGS.) Each class is divided at
                random into two folds; m and S of each fold are tried on the other. All samples count. (The
                authors' code leaves out a class with a single sample.)
-  absent       a class with at most two samples, in all or in a fold, has mu_c in the place of m_c there (as
-               in the authors' code). So mu_c moves no further than the clients that hold c move it
+  absent       a class with at most two samples, in all or in a fold, has mu_c in the place of m_c there. So
+               mu_c moves no further than the clients that hold c move it. (The authors' code means to do the
+               same, but its test fails only for a class without samples, except in evaluations, where S is
+               still around m_c.)
   priors       pi_i are (shares + epsilon) / their sum, so that a class that the client lacks has some chance;
                epsilon is 0.0001, as in the authors' code
   singular     a head is made with (1 - epsilon) Sigma + epsilon (trace Sigma / F) I, as in the authors' code

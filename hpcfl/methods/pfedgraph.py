@@ -10,16 +10,16 @@ that is nearest to p - d_i / (2 alpha), which sorting finds; the authors call a 
 
 Differs from the authors' code:
   sign         it adds the cosine to the loss, which drives theta away from u_i
-  same models  its term of the loss compares the models themselves; here it is the d of the graph, so that
-               both steps descend on one objective
+  same models  its term of the loss compares theta with the models that it averages, each of length 1; here
+               it is the d of the graph, so that both steps descend on one objective
   near models  it takes cosines above 0.9 for 1
 
-Choices: of an unsampled client, theta_j is its last upload (the authors take the uploads of one round). A
-client that never uploaded has no part in the u_i of others, and its own d is 0, so that it starts from the
-mean of all uploaded models by samples; so does a client that takes no part in training, and one whose model
-is nan or infinite. In the first round u_i is x, and the term of the loss has no gradient. Running statistics
-stay with the client. The evaluated model is theta_i after its last training, and x before its first round;
-the model after a download is u_i.
+Choices: of an unsampled client, theta_j is its last upload (the authors take the uploads of one round, and
+the client starts from the mean of its own last round). A client that never uploaded has no part in the u_i
+of others, and its own d is 0, so that it starts from the mean of all uploaded models by samples; so does a
+client that takes no part in training, and one whose model is nan or infinite. In the first round u_i is x,
+and the term of the loss has no gradient. Running statistics stay with the client. The evaluated model is
+theta_i after its last training, and x before its first round; the model after a download is u_i.
 """
 
 from __future__ import annotations
