@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from bits import differing, run_here
+from bits import differing, read_csv, run_here
 from docs_pages import DOCS, pages
 from processes import REPOSITORY, Mpirun, run_forked
 from results_tables import MARK, PAPERS, README, RESULTS, RESULTS_PAGE, with_claims, with_tables
@@ -305,19 +305,55 @@ def test_tables_and_verdicts_are_made_from_the_claims_and_result_files(page: Pat
     assert with_claims(with_tables(text)) == text
 
 
-def intervals(lines: Iterable[str]) -> list[tuple[float, float]]:
-    """Return the intervals of lines, such as [-1.0, 3.5]."""
-    found = re.findall(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]", "\n".join(lines))
+INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
+
+
+def intervals(texts: Iterable[str]) -> list[tuple[float, float]]:
+    """Return the intervals of texts, such as [-1.0, 3.5]."""
+    found = INTERVAL.findall("\n".join(texts))
     return [(float(low), float(high)) for low, high in found]
 
 
+def paragraphs(*pages: Path) -> list[str]:
+    """Return the paragraphs of pages, without the lines of tables."""
+    texts = (re.sub(r"^\|.*\n", "", page.read_text(), flags=re.MULTILINE) for page in pages)
+    return [paragraph for text in texts for paragraph in text.split("\n\n")]
+
+
 def test_every_interval_in_the_text_is_in_a_table_of_the_results() -> None:
-    lines = [line for page in (README, RESULTS_PAGE, *PAPERS) for line in page.read_text().splitlines()]
-    named = intervals(line for line in lines if not line.startswith("|"))
+    named = intervals(paragraphs(README, RESULTS_PAGE, *PAPERS))
     tables = (line for line in RESULTS_PAGE.read_text().splitlines() if line.startswith("|"))
     known = {ends for low, high in intervals(tables) for ends in ((low, high), (-high, -low))}
     assert len(named) > 20
     assert [interval for interval in named if interval not in known] == []
+
+
+FIGURE = re.compile(r"(?<![\d.])(?:\d\d\.\d|\d\.\d(?=\s(?:points?|above|below|\[)))(?!\d)")
+"""An accuracy in percent or a difference in points."""
+FIGURE_COLUMN = re.compile(
+    r"accuracy_(mean|weighted|after_(download|training)|seed_\d+)|published_accuracy|difference"
+)
+
+
+def figures_of(name: str, text: str) -> set[str]:
+    """Return the accuracies of a file, and the differences of its rows, of the methods that a text names."""
+    found = []
+    for path in (RESULTS / f"{name}.csv", RESULTS / f"{name}_differences.csv"):
+        for line in read_csv(path) if path.exists() else ():
+            labels = [line[column] for column in ("label", "first", "second") if column in line]
+            methods = [re.split("[, ]", label)[0].lower() for label in labels]
+            if line.get("seeds") != "0" and all(method in text.lower() for method in methods):
+                found += [cell for column, cell in line.items() if FIGURE_COLUMN.fullmatch(column) and cell]
+    return {f"{100 * abs(float(cell)):.1f}" for cell in found}
+
+
+def test_every_accuracy_and_difference_in_the_text_is_in_a_file_that_its_paragraph_names() -> None:
+    named = {text: FIGURE.findall(INTERVAL.sub("[]", text)) for text in paragraphs(README, *PAPERS)}
+    assert sum(map(len, named.values())) > 30
+    for text, figures in named.items():
+        names = re.findall(r"([\w-]+)\.csv", text)
+        known = {figure for name in names for figure in figures_of(name, text)}
+        assert [figure for figure in figures if figure not in known] == [], text
 
 
 def test_every_file_of_results_and_of_claims_has_its_page() -> None:
