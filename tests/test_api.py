@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass
-from functools import cached_property, partialmethod
+from functools import cache, cached_property, partialmethod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -292,6 +292,10 @@ def test_a_run_of_a_class_says_where_its_page_is(tmp_path: Path) -> None:
         "factor = torch.tensor(0.5)",
         "factor = np.float32(0.5)",
         "factor = {'all': {0.5}}",
+        "factor = [[0], [1, 2]] if 0.5 < 0.6 else [[0, 1], [2]]",
+        "factor = b'0.5'",
+        "factor = range(int(10 * 0.5))",
+        "factor = cache(constant(0.5))",
         "def factor(self, by=0.5): return by",
         "def factor(self, *, by=0.5): return by",
         "factor = constant(0.5)",
@@ -308,7 +312,8 @@ def test_any_change_of_a_class_is_noticed(member: str) -> None:
 
     slotted = make_dataclass("Slotted", ["value"], slots=True)
     known = {"FedAvg": FedAvg, "Params": Params, "torch": torch, "np": np, "slotted": slotted}
-    known |= {"constant": constant, "cached_property": cached_property, "partialmethod": partialmethod}
+    known |= {"constant": constant, "cache": cache, "cached_property": cached_property}
+    known |= {"partialmethod": partialmethod}
     digests = []
     for text in (member, member, member.replace("0.5", "0.9")):
         namespace: dict[str, Any] = {"__name__": "script", **known}

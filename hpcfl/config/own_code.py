@@ -70,6 +70,7 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
     """
     if id(value) in inside:
         return []
+    inside = {*inside, id(value)}
     if isinstance(value, property | staticmethod | classmethod | cached_property | partial | partialmethod):
         parts: Iterable[Any] = [getattr(value, name) for name in _INSIDE if hasattr(value, name)]
     elif isinstance(value, dict | list | tuple):
@@ -77,11 +78,14 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, field.name) for field in fields(value)]
     elif inspect.isfunction(value):
-        return _of_function(value, {*inside, id(value)})
+        return _of_function(value, inside)
+    elif "__wrapped__" in getattr(value, "__dict__", ()):
+        # functools.cache
+        return _texts(value.__wrapped__, inside)
     elif isinstance(value, type):
         return _of_class(value, inside) if issubclass(value, Settings) else []
     elif isinstance(value, set | frozenset):
-        return sorted("".join(_texts(one, inside)) for one in value)
+        parts = sorted(value, key=lambda one: _texts(one, inside))
     elif isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.device.type == "meta":
             return []
@@ -92,8 +96,10 @@ def _texts(value: Any, inside: set[int]) -> list[str]:
         array = np.ascontiguousarray(value)
         return [f"{array.dtype} {array.shape} {digest(array.data)}"] if array.dtype.kind in "biufc" else []
     else:
-        return [repr(value)] if value is None or isinstance(value, str | int | float) else []
-    return [text for one in parts for text in _texts(one, {*inside, id(value)})]
+        plain = str | int | float | complex | bytes | range
+        return [repr(value)] if value is None or isinstance(value, plain) else []
+    # with brackets, since [[0], [1]] is not [[0, 1]]
+    return [f"{type(value).__name__}(", *(text for one in parts for text in _texts(one, inside)), ")"]
 
 
 def _of_function(function: types.FunctionType, inside: set[int]) -> list[str]:
