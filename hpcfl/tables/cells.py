@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +36,7 @@ from hpcfl.tables.file import (
 _DATA_FILE = ("source", "reader", "path", "layout", "normalise")
 """Keys of `data` that say which file data are in."""
 
-_CHANGE_NO_RESULT = ("run.", "data.root=")
+_CHANGE_NO_RESULT = re.compile(r"data\.root=|run\.(?!eval_split=|on_divergence=)")
 """Where data lie, and how a run is carried out."""
 
 
@@ -175,11 +175,13 @@ class Table:
         self.chosen_columns = _matching("--column", in_columns, self.columns)
         """Labels of the columns of which cells are run."""
         of_all = [word for word in overrides if not _is_of_a_column(word)]
-        changes = [word for word in of_all if not word.startswith(_CHANGE_NO_RESULT)]
+        changes = [word for word in of_all if not _CHANGE_NO_RESULT.match(word)]
         shrunk = name if self.seeds == of_file else f"{name}-seeds{_listed(self.seeds, '-')}"
         self.result_name = f"{shrunk}-{digest(' '.join(changes).encode())[:8]}" if changes else shrunk
         """Stem of the names of the table's result files: with changes not those of claims."""
-        self._check_not_replaced(layers, changes)
+        self._check_not_replaced(layers, of_all, self.columns)
+        normalised = [word for word in overrides if word.startswith("data.normalise=")]
+        self._check_not_replaced(layers, normalised, self.chosen_columns)
         self._longest = 0
         self.cells = self._cells(layers, overrides, of_all, rounds)
         """All cells, ordered by seed, then by column, then by row."""
@@ -270,13 +272,16 @@ class Table:
             cells.append(Cell(row.label, column, config, folder, f"{place}, seed {seed}"))
         return cells
 
-    def _check_not_replaced(self, layers: Sequence[TableFile], changes: Sequence[str]) -> None:
-        """Refuse to replace for all cells what a row or a column differs in: its label would be wrong."""
-        given = {word.partition("=")[0]: word for word in changes}
+    def _check_not_replaced(
+        self, layers: Sequence[TableFile], words: Sequence[str], labels: Collection[str]
+    ) -> None:
+        """Refuse to replace what a row or one of these columns differs in: its label would be wrong."""
+        given = {word.partition("=")[0]: word for word in words}
         rows = [row for layer in layers for row in layer.rows if row.label in self.labels]
-        columns = [column for layer in layers for column in layer.columns if column.label in self.columns]
+        columns = [column for layer in layers for column in layer.columns if column.label in labels]
+        swept = {column.label: column.sweep.key for column in columns if column.sweep is not None}
         for entry in (*rows, *columns) if given else ():
-            for key in given.keys() & flatten(entry.tree()).keys():
+            for key in given.keys() & {*flatten(entry.tree()), swept.get(entry.label, "")}:
                 raise UserError(
                     f"{given[key]}: {self.path}, {entry.label} sets {key}; leave it out, or change the file"
                 )

@@ -110,6 +110,24 @@ def test_the_command_line_cannot_change_what_a_row_or_a_column_sets(folder: Path
         assert str(error.value) == f"{word}: {path}, {label} sets {key}; leave it out, or change the file"
 
 
+def test_neither_can_keys_of_runs_or_a_sweep_s_key_be_replaced(folder: Path) -> None:
+    """A column's label would be wrong; where a copy of its data lies may be said."""
+    path = folder / "split.yaml"
+    path.write_text(
+        "title: t\nseeds: [0]\nrows: [method: {name: fedavg}]\ncolumns:\n"
+        "  - {label: on validation, run: {eval_split: val}, data: {source: digits, val_fraction: 0.2}}\n"
+        "  - {label: raw, data: {source: digits, normalise: none}}\n"
+        "  - {label: by, sweep: {key: data.normalise, values: [half, none]}}\n"
+    )
+    for word, label in {"run.eval_split=test": "on validation", "data.normalise=standard": "raw"}.items():
+        with pytest.raises(UserError, match=f"{label} sets {word.partition('=')[0]}; leave it out"):
+            Table(path, [word])
+    with pytest.raises(UserError, match="by, normalise = half sets data"):
+        Table(path, ["data.normalise=standard"], in_columns=["normalise = half"])
+    copy = Table(path, ["data.source=npz", "data.path=x.npz"], in_columns=["on validation"])
+    assert copy.chosen[0].config.data.source == "npz"
+
+
 def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
     table = Table(folder / "paper.yaml")
     kept = [flat(table, "ours", f"kept, k = {k}") for k in (0, 2)]
@@ -195,9 +213,11 @@ def test_the_title_names_what_the_command_line_changes_but_not_the_folder_of_the
     where = ["data.source=npz", "data.path=x.npz", "data.layout=NHWC", "data.normalise=cifar10"]
     silent = [*where, "data.root=d", "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
     assert Table(folder / "paper.yaml", silent).title == "A paper's table"
-    changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50"]
+    changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50", "run.on_divergence=skip"]
     table = Table(folder / "paper.yaml", changed, seeds=[5])
-    change = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
+    change = (
+        "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50, run.on_divergence=skip)"
+    )
     assert table.title == f"A paper's table {change}"
 
 
