@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 30.0
+_RESUMING = "resuming after round"
+_PROGRESS = re.compile(r" round (\d+)/\d+ .* time left (.*)")
 CURVE_WIDTH = 40
 """Evaluations in the curve of the last ones, which fits on a line of 80 characters."""
 
@@ -41,7 +44,7 @@ class Progress:
         self._rounds, self._first = rounds, done
         self._began_s = self._last_line_s = time.monotonic()
         if 0 < done < rounds:
-            self.say(f"resuming after round {done} of {rounds}")
+            self.say(f"{_RESUMING} {done} of {rounds}")
         if self._console is not None and self._console.is_terminal and done < rounds:
             self._bar = _bar(self._console)
             self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-", curve="")
@@ -82,6 +85,19 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def logged_progress(lines: Sequence[str]) -> tuple[int, str] | None:
+    """Return the rounds done and the time left, as `Progress` logged them last; None before it did so.
+
+    Lines of an attempt that was resumed later do not count.
+    """
+    for line in reversed(lines):
+        if found := _PROGRESS.search(line):
+            return int(found[1]), found[2]
+        if _RESUMING in line:
+            break
+    return None
 
 
 LOG = logging.getLogger("hpcfl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, readable_seconds, sparkline, times
 from hpcfl.results.run import ENDED, Run, Status, run_folders
-from hpcfl.terminal import console
+from hpcfl.terminal import console, logged_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +29,6 @@ SHORTEST_NAME = 8
 """Characters of a run's name that are always shown."""
 RECENT_EVALUATIONS = 10
 """Number of evaluations from which the seconds of a round are computed."""
-PROGRESS = re.compile(r" round (\d+)/\d+ .* time left (.*)")
-"""A line of `hpcfl.terminal.Progress` in log.txt: the rounds done, and the time left."""
 
 
 def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
@@ -160,13 +157,11 @@ def _round_s(run: Run) -> float:
 def _progress(run: Run, status: Status) -> tuple[int, str]:
     """Return the rounds that are done, and the time left, which is empty if the run has ended.
 
-    A run that goes on writes both to log.txt twice a minute; evaluations may be rare.
+    They are those of the last evaluation, or of log.txt if it has more rounds: evaluations may be rare.
     """
     if status.state in ENDED:
         return run.done, ""
-    for line in reversed(run.log):
-        if "resuming after round" in line:
-            break
-        if (found := PROGRESS.search(line)) and int(found[1]) >= run.done:
-            return int(found[1]), found[2]
+    logged = logged_progress(run.log)
+    if logged is not None and logged[0] >= run.done:
+        return logged
     return run.done, clock(_round_s(run) * (run.rounds - run.done)) if run.metrics else "unknown"
