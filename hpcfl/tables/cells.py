@@ -180,6 +180,7 @@ class Table:
         self.result_name = f"{shrunk}-{digest(' '.join(changes).encode())[:8]}" if changes else shrunk
         """Stem of the names of the table's result files: with changes not those of claims."""
         self._check_not_replaced(layers, of_all, self.columns)
+        # of the words that say which file a column's data are in, this one alone changes what they are
         normalised = [word for word in overrides if word.startswith("data.normalise=")]
         self._check_not_replaced(layers, normalised, self.chosen_columns)
         self._longest = 0
@@ -279,9 +280,8 @@ class Table:
         given = {word.partition("=")[0]: word for word in words}
         rows = [row for layer in layers for row in layer.rows if row.label in self.labels]
         columns = [column for layer in layers for column in layer.columns if column.label in labels]
-        swept = {column.label: column.sweep.key for column in columns if column.sweep is not None}
         for entry in (*rows, *columns) if given else ():
-            for key in given.keys() & {*flatten(entry.tree()), swept.get(entry.label, "")}:
+            for key in given.keys() & flatten(entry.tree()).keys():
                 raise UserError(
                     f"{given[key]}: {self.path}, {entry.label} sets {key}; leave it out, or change the file"
                 )

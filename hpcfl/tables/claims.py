@@ -164,13 +164,13 @@ class ResultFiles:
         found = (_finished(results, label, column) for results, _ in self._files)
         return next((line for line in found if line is not None), None)
 
-    def difference(self, pair: Pair, column: str) -> tuple[Line, list[Line]] | None:
-        """Return a pair's difference in a column, and its rows' results in the same file.
+    def difference(self, pair: Pair, column: str, rows: Sequence[str]) -> tuple[Line, list[Line]] | None:
+        """Return a pair's difference in a column, and the results of `rows` in the same file, in their order.
 
         Returns None where no seed is finished.
         """
         found = [
-            (line, [result for row in pair.rows if (result := _finished(results, row, column))])
+            (line, [result for row in rows if (result := _finished(results, row, column))])
             for results, differences in self._files
             for line in differences
             if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
@@ -285,11 +285,10 @@ def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place:
         check_known(f"{place}: {runs.row} compared with {other}", column, "column", pair.columns)
         name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
         of = (claim, table.path.stem, column, name)
-        if (found := results.difference(pair, column)) is None:
+        if (found := results.difference(pair, column, [runs.row, other])) is None:
             yield Verdict(*of, moment=(runs.at or "").replace("_", " "))
             continue
         line, of_rows = found
-        of_rows.sort(key=lambda result: result["label"] != runs.row)
         rounds = dict.fromkeys(results.rounds(result, runs.printed_rounds) for result in of_rows)
         difference, low, high = (
             float(line[name]) if line[name] else math.nan
