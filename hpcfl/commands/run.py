@@ -59,7 +59,8 @@ def run(
     """Start a run in the folder `path`, or resume it. Collective; may raise UserError.
 
     `stop` ends the run at a round boundary; `command` is what was typed; `fresh` and `quiet` are the options
-    of the command line; of a run that `is_cell` of a table, only the progress of its rounds is printed.
+    of the command line. Of a run that `is_cell` of a table, only the progress of its rounds is printed, and
+    `fresh` starts it over only if it cannot be resumed.
     """
     with ExitStack() as at_exit:
         at_exit.enter_context(_no_exit())
@@ -87,7 +88,8 @@ def run(
             if folder is not None:
                 data, layout = experiment.data, experiment.method.layout
                 environment = environment_of(data.digest, ranks, command)
-                folder.open(fresh, layout, at_exit, environment, data)
+                over = fresh and not (is_cell and folder.can_resume(layout, data))
+                folder.open(over, layout, at_exit, environment, data)
 
         run_collectively(world, open_folder)
         cohort = config.train.cohort_size(experiment.num_clients)

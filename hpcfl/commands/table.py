@@ -99,10 +99,12 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         say(f"{len(own) - len(unfinished)} of {len(own)} cells are finished, in {table.folder}")
         for label, reason in table.not_run.items():
             say(f"{label}: not run: {reason}")
-        pending = [entry for entry in unfinished if table.chosen[entry[0]].column not in table.not_run]
+        pending = [number for number in unfinished if table.chosen[number].column not in table.not_run]
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
         command = command_line(["table", *arguments], world.size)
-        stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
+        stopped, failed = _run_cells(
+            table, pending, world, stop, command, fresh=options.fresh, quiet=options.quiet
+        )
         missing = finish()
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
@@ -143,7 +145,9 @@ def parser() -> Parser:
         action="store_true",
         help="also write CSV and PNG in results/ beside TABLE.yaml",
     )
-    parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start cells over that cannot resume, as with other settings"
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
     return parser
@@ -151,19 +155,21 @@ def parser() -> Parser:
 
 def _run_cells(
     table: Table,
-    pending: Sequence[tuple[int, bool]],
+    pending: Sequence[int],
     world: Communicator,
     stop: StopFlag,
     command: str,
+    *,
+    fresh: bool,
     quiet: bool,
 ) -> tuple[bool, list[UserError]]:
-    """Run cells, each its number among those chosen and whether it starts over. Collective.
+    """Run cells, by their numbers among those chosen; `fresh`: start over what cannot resume. Collective.
 
     Returns whether they stopped early, and what went wrong with cells that could not be run.
     """
     say, began_s = _printer(quiet), time.monotonic()
     failed: list[UserError] = []
-    for done, (number, fresh) in enumerate(pending):
+    for done, number in enumerate(pending):
         cell = table.chosen[number]
         left = ""
         if done:
@@ -269,8 +275,8 @@ def _printer(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else (lambda text: print_line(text, sys.stdout))
 
 
-def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:
-    """Return the number, among the chosen cells, of each own one to finish, and whether it starts over.
+def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[int]:
+    """Return the numbers, among the chosen cells, of the own ones to finish.
 
     It also finds the columns whose data cannot be read (`Table.not_run`). UserError for what cannot run.
     """
@@ -281,26 +287,22 @@ def _unfinished(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int
         lacks_metrics = cell.config.run.metrics and folder.store.exists
         if finished is not None and (finished.confusion or not lacks_metrics):
             continue
-        starts_over = False
         try:
-            if not folder.store.exists:
+            if not fresh and not folder.store.exists:
                 cell.read()
-            folder.check(fresh=False)
+            folder.check(fresh)
         except UserError as error:
-            if not fresh:
-                raise UserError(f"{cell.place}: {error}") from error
-            folder.check(fresh=True)
-            starts_over = True
+            raise UserError(f"{cell.place}: {error}") from error
         if cell in own:
-            pending.append((cell, starts_over))
+            pending.append(cell)
     # what ended the process last time may do so again, and is tried when the others are done
-    pending.sort(key=lambda entry: entry[0].note.exists())
-    unfinished = {(cell.label, cell.column) for cell, _ in pending}
+    pending.sort(key=lambda cell: cell.note.exists())
+    unfinished = {(cell.label, cell.column) for cell in pending}
     firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is reported now
     for _ in methods_of(table, firsts, num_workers):
         pass
-    return [(table.chosen.index(cell), over) for cell, over in pending]
+    return [table.chosen.index(cell) for cell in pending]
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -147,12 +147,27 @@ class RunFolder:
             self._take(fresh, at_exit)
             at_exit.callback(self._close_tracker)
             # another run may have come and gone since the first look
-            self.check(fresh=False)
-            self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._check_checkpoint(layout, data)
-            if self.checkpoint is None:
-                self._check_start_over()
+            self._load(layout, data)
             self._write_record(environment)
+
+    def can_resume(self, layout: ParameterLayout, data: DataRecord | None) -> bool:
+        """Return whether `open` would take the folder as it is; nothing is touched."""
+        try:
+            self._load(layout, data)
+        except UserError:
+            return False
+        finally:
+            if (checkpoint := self.take_checkpoint()) is not None:
+                checkpoint.close()
+        return True
+
+    def _load(self, layout: ParameterLayout, data: DataRecord | None) -> None:
+        """Load the newest checkpoint; UserError where the run can neither resume nor start here."""
+        self.check(fresh=False)
+        self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
+        self._check_checkpoint(layout, data)
+        if self.checkpoint is None:
+            self._check_start_over()
 
     def _check_start_over(self) -> None:
         """Warn where rounds are done that have no checkpoint; UserError if the run was finished."""
@@ -228,7 +243,9 @@ class RunFolder:
         if name := self.config.run.tracker:
             with self._tracker_or_warning():
                 keys = {"folder": str(self.path), **flatten(self.config.tree())}
-                self._tracker = TRACKERS[name](self.path, name, keys, ledger)
+                self._tracker = TRACKERS[name](
+                    self.path, name, keys, ledger, is_resumed=self.store.last_round is not None
+                )
 
     def append_files(self, ledger: Ledger) -> None:
         """Append new rows to the files of `start_files`."""

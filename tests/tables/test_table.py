@@ -606,6 +606,29 @@ def test_cells_of_other_settings_are_refused_or_made_anew(two: Two, copied: Path
     assert files(copied) == after
 
 
+def test_fresh_starts_over_what_cannot_resume_and_nothing_else(
+    two: Two, copied: Path, tmp_path: Path
+) -> None:
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
+    without, damaged = copied / "heurpfedla-k-2-s1", copied / "fedavg-s0"
+    for name in ("checkpoint.h5", "checkpoint.prev.h5"):
+        (without / name).unlink(missing_ok=True)
+        (damaged / name).write_bytes(b"damaged")
+    (damaged / "clients.csv").unlink()
+    words = [str(changed), *two.settings, "--quiet", "--row"]
+    error = two.refusal(copied, *words, "HeurpFedLA", "--seeds", "1")
+    assert "holds a finished run without its checkpoint" in error
+    assert "or --fresh" in error
+    error = two.refusal(copied, *words, "FedAvg", "--seeds", "0")
+    assert f"{damaged / 'checkpoint.h5'} is damaged" in error
+    assert "add --fresh" in error
+    (copied / "fedavg-s1" / "clients.csv").unlink()
+    assert two.finish(copied, str(changed), *two.settings, "--fresh").startswith("0 of 4 cells are finished")
+    olds = sorted(path.name for path in copied.glob("*.old*"))
+    assert olds == ["fedavg-s0.old1", "heurpfedla-k-2-s0.old1", "heurpfedla-k-2-s1.old1"]
+
+
 def test_metrics_are_added_to_finished_cells(two: Two, copied: Path) -> None:
     before = files(copied)
     assert two.finish(copied, *two.words, "run.metrics=true").startswith("0 of 4 cells are finished")
