@@ -31,7 +31,8 @@ def locked(folder: Path) -> Iterator[Callable[[], str | None]]:
     """Lock an existing run folder, as rank 0 does; the lock follows the folder when that is renamed.
 
     Yields a function that returns how this process has lost the folder, or None; it may raise OSError. Raises
-    UserError where a run holds the lock, OSError where its file cannot be written.
+    UserError where a run holds the lock, or has just moved the folder; OSError where its file cannot be
+    written.
 
     A lock whose owner may live, on another node or on a file system without locks, but does not refuse this
     one, is taken over with a warning: mostly that is a job whose node died. An owner that lives after all
@@ -40,8 +41,12 @@ def locked(folder: Path) -> Iterator[Callable[[], str | None]]:
     owner = _own_name()
     with open(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         _take(folder, file, owner)
+        loss = partial(_loss, folder, os.fstat(file.fileno()), owner)
         try:
-            yield partial(_loss, folder, os.fstat(file.fileno()), owner)
+            # another run may have moved the folder away since its lock file was opened
+            if lost := loss():
+                raise UserError(f"{folder} {lost} while this run began; rerun the same command")
+            yield loss
         finally:
             _release(file, owner)
 

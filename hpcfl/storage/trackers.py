@@ -27,7 +27,8 @@ class Tracker:
     """Where rank 0 sends each evaluation. Its service may know the run by an id.
 
     A resumed run adds the rounds that are not there. Those that a killed run did after its last checkpoint
-    are, and have the same numbers. Every call raises what the package raises. `name` is that of the tracker
+    are, and have the same numbers. One that starts over (`is_resumed` is false) has a new id: what is there
+    may be of other settings. Every call raises what the package raises. `name` is that of the tracker
     (`run.tracker`); `keys` are the run's folder and configuration, flat.
     """
 
@@ -36,10 +37,12 @@ class Tracker:
     package: ClassVar[str]
     """The package of pip that has it."""
 
-    def __init__(self, folder: Path, name: str, keys: dict[str, Any], ledger: Ledger) -> None:
+    def __init__(
+        self, folder: Path, name: str, keys: dict[str, Any], ledger: Ledger, is_resumed: bool
+    ) -> None:
         # of each service its own: a resumed run may have another tracker
         file = folder / f"{name}.txt"
-        known = file.read_text().strip() if file.is_file() else None
+        known = file.read_text().strip() if is_resumed and file.is_file() else None
         run_id, self._next_round = self._open(known, folder, keys, ledger.wall_s)
         if run_id:
             file.write_text(f"{run_id}\n")

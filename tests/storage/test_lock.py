@@ -10,11 +10,13 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import files_up_to, forked
 
 from hpcfl.errors import UserError
+from hpcfl.storage import lock
 from hpcfl.storage.lock import holder, locked
 
 FOREIGN = "pid 7 on another-node, job 12345"
@@ -74,6 +76,25 @@ def test_a_copy_in_place_of_a_moved_folder_is_not_the_locked_one(tmp_path: Path)
         folder.rename(aside)
         shutil.copytree(aside, folder)
         assert loss() == "was moved or deleted, or lost its .lock,"
+
+
+def test_a_folder_that_is_moved_between_the_opening_and_the_lock_of_its_file_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, aside = tmp_path / "run", tmp_path / "run.old"
+    folder.mkdir()
+    take = lock._take
+
+    def move_first(*arguments: Any) -> None:
+        folder.rename(aside)
+        folder.mkdir()
+        take(*arguments)
+
+    monkeypatch.setattr(lock, "_take", move_first)
+    with pytest.raises(UserError, match="was moved or deleted"), locked(folder):
+        pass
+    assert not list(folder.iterdir())
+    assert holder(aside) == ("", False)
 
 
 def test_without_file_locks_a_later_start_takes_over_the_folder(

@@ -242,6 +242,19 @@ def test_each_service_has_its_own_id_and_one_that_fails_at_the_end_is_reported(
     assert Known.opened == [("wandb", None), ("mlflow", None), ("wandb", "of wandb")]
 
 
+def test_a_run_that_starts_over_has_a_new_id(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Known.opened.clear()
+    monkeypatch.setitem(TRACKERS, "wandb", Known)
+    keys = [*settings, "run.tracker=wandb", "run.checkpoint_every=4"]
+    run_killed_in_round(2, tmp_path, keys)
+    assert (tmp_path / "wandb.txt").read_text() == "of wandb\n"
+    assert run_here(tmp_path, [*keys, "train.lr=0.2"]) == FINISHED
+    assert "has no checkpoint; starting over at round 0" in capsys.readouterr().err
+    assert Known.opened == [("wandb", None)]
+
+
 def test_a_service_that_cannot_be_reached_is_dropped_with_a_warning(
     settings: list[str], plain: Path, tmp_path: Path
 ) -> None:
