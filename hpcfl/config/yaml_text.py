@@ -12,7 +12,11 @@ _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _Loader(_SafeLoader):
-    """Makes plain values, runs no code, and refuses duplicate keys."""
+    """Makes plain values, runs no code, and refuses duplicate keys and values that hold themselves."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = True) -> Any:
+        # only a value whose parts are made at once is found to hold itself
+        return super().construct_object(node, deep=True)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -29,6 +33,8 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         raise ValueError(_what_is_wrong(error, text)) from error
+    except RecursionError as error:
+        raise ValueError("too many values inside each other") from error
     except Exception as error:
         raise ValueError(" ".join(str(error).replace('in "<unicode string>", ', "").split())) from error
 

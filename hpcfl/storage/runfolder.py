@@ -31,12 +31,15 @@ from hpcfl.storage.ledger import (
     write_partition,
 )
 from hpcfl.storage.lock import LOCK_NAME, locked
-from hpcfl.storage.reading import read_record, whole_lines
+from hpcfl.storage.reading import COLUMNS, read_record, whole_lines
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import DataRecord, Snapshot
 from hpcfl.storage.trackers import TRACKERS, Tracker
 
 LOG = logging.getLogger(__name__)
+
+UNFINISHED = tuple(f".{name}." for name in ("config.yaml", *COLUMNS))
+"""How the names of files begin that a killed run may leave."""
 
 
 class RunFolder:
@@ -72,6 +75,11 @@ class RunFolder:
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is not a run folder or holds a checkpoint of another configuration."""
+        try:
+            # the run's files name their folder
+            str(self.path).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"--out {str(self.path)!a} is not UTF-8; name another folder") from error
         try:
             if not self.path.exists():
                 return
@@ -356,12 +364,12 @@ class RunFolder:
             place.mkdir()
             self.notes.append(f"the run that was there is now in {aside}")
         self._loss = at_exit.enter_context(locked(self.path))
-        for unfinished in self.path.glob(".config.yaml.*"):
-            unfinished.unlink()
+        for entry in self.path.iterdir():
+            if entry.name.startswith(UNFINISHED):
+                entry.unlink()
 
     def _is_empty(self) -> bool:
-        # a killed run may leave an unfinished config.yaml
-        passing = (LOCK_NAME, ".config.yaml.")
+        passing = (LOCK_NAME, *UNFINISHED)
         return self.path.is_dir() and all(entry.name.startswith(passing) for entry in self.path.iterdir())
 
     def _recorded(self) -> dict[str, Any] | None:

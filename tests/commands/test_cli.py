@@ -178,6 +178,7 @@ def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str
             message = refused(capsys, *TINY, *fresh, "--out", out)
             assert f"{out} exists but is not a run folder; name another with --out DIR, or move it" in message
     assert "cannot write the run folder" in refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
+    assert "--out 's\\udcff' is not UTF-8" in refused(capsys, *TINY, "--out", os.fsdecode(b"s\xff"))
     assert contents(tmp_path) == before
 
 

@@ -242,6 +242,8 @@ def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
         ("train: {rounds: 3\n", "is not YAML: line 2, column 1: did not find expected ',' or '}' (while"),
         ("train:\n\trounds: 3\n", "is not YAML: line 2: a tab; indent with spaces"),
         ("train:\n  rounds: 3\n\n  rounds: 4\n", "is not YAML: line 4: duplicate key rounds; keep one"),
+        ("train: &a {lr: *a}\n", "is not YAML: line 1, column 8: found unconstructable recursive node"),
+        (f"train: {'[' * 3000}{']' * 3000}\n", "is not YAML: too many values inside each other"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
         ("- train\n", "holds no groups of keys, such as train: {rounds: 50}"),
         ("train: 5\n", "train=5 is invalid: it is a group of keys; see hpcfl list keys train"),

@@ -408,7 +408,8 @@ def test_a_full_or_missing_tmp_changes_nothing(
 def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
     settings: list[str], resume: Resume, copied: Path, capfd: Capture, kept: float
 ) -> None:
-    shutil.copy(copied / "config.yaml", copied / ".config.yaml.node-7")
+    for name in ("config.yaml", "metrics.csv", "partition.csv"):
+        shutil.copy(copied / name, copied / f".{name}.node-7")
     for path in copied.iterdir():
         if path.name != "checkpoint.prev.h5":
             os.truncate(path, int(kept * path.stat().st_size))
@@ -418,6 +419,7 @@ def test_a_run_resumes_if_only_the_older_checkpoint_is_whole(
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in printed
     assert f"; taking {previous}, round 1\n" in printed
     assert f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and is written again\n" in printed
+    assert not list(copied.glob(".*.node-7"))
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
 
 
