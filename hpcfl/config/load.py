@@ -160,18 +160,19 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], but: Collection[
 
     A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. A
     key that is null counts as missing, so a run can be resumed after an update that adds keys. Those of `but`
-    are left out last.
+    may differ.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"
     changed = [
-        key for key in {**before, **after} if key not in RESULT_NEUTRAL and before.get(key) != after.get(key)
+        key
+        for key in {**before, **after}
+        if key not in RESULT_NEUTRAL and key not in but and before.get(key) != after.get(key)
     ]
     common = [key for key in changed if key in before and key in after]
     return [
         f"{key}: {shown(before.get(key, missing))} there, {shown(after.get(key, missing))} here"
         for key in common or changed
-        if key not in but
     ]
 
 

@@ -306,6 +306,8 @@ def test_another_method_counts_as_one_difference_and_a_key_of_one_side_unless_it
     assert differences(pfedla, fedavg) == ["method.name: pfedla there, fedavg here"]
     older = pfedla | {"run": {key: value for key, value in pfedla["run"].items() if key != "threads"}}
     assert differences(older, pfedla) == ["run.threads: (not set) there, 1 here"]
+    longer = pfedla | {"train": pfedla["train"] | {"rounds": 99}}
+    assert differences(older, longer, but=["train.rounds"]) == differences(older, pfedla)
     comm = pfedla["comm"]
     older = pfedla | {"comm": {key: comm[key] for key in comm if key != "error_feedback"}}
     assert differences(older, pfedla) == differences(pfedla, older) == []
