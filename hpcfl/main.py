@@ -20,6 +20,7 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from argparse import Namespace
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     prints_errors = True
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a character that the terminal's encoding lacks is shown as an escape, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with started_world() as world:
             prints_errors = world.is_server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -166,6 +167,15 @@ def test_another_configuration_is_refused(finished: Path, capsys: pytest.Capture
         assert expected in message
         assert "--out DIR names another folder, and --fresh starts over" in message
     assert contents(finished) == before
+
+
+def test_a_character_that_the_terminal_lacks_is_escaped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main([*TINY, "--out", str(tmp_path / "r\u00fcn")]) == FINISHED
+    assert rb"r\xfcn" in printed.getvalue()
 
 
 def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
