@@ -69,15 +69,17 @@ def write_results(table: Table) -> list[Path]:
 
     <name>.csv is table.csv, <name>_differences.csv and <name>_diagnostics.csv are what is called so and
     <name>_figure.png is the figure, each if it is there. <name>_clients.csv has the accuracy of every client,
-    and its domain if the data have domains, if these are at most MAX_CLIENT_LINES lines.
+    and its domain if the data have domains, if these are at most MAX_CLIENT_LINES lines. Earlier files that
+    these do not replace are deleted.
     """
-    names = ["table.csv", *["differences.csv"] * bool(table.compare)]
-    names += ["diagnostics.csv", *(f"{name}.png" for name in table.figure_names)]
-    found = [table.folder / name for name in names if (table.folder / name).exists()]
     stem = table.result_name
+    copies = {"table.csv": f"{stem}.csv"}
+    others = ["differences.csv", "diagnostics.csv", *(f"{name}.png" for name in table.figure_names)]
+    copies |= {name: f"{stem}_{name}" for name in others}
     files: dict[str, str | bytes] = {
-        f"{stem}.csv" if path.name == "table.csv" else f"{stem}_{path.name}": path.read_bytes()
-        for path in found
+        copy: (table.folder / name).read_bytes()
+        for name, copy in copies.items()
+        if (table.folder / name).exists()
     }
     results = read_results(table)
     has_domains = any(run.domains for result in results for run in result.runs.values())
@@ -93,7 +95,8 @@ def write_results(table: Table) -> list[Path]:
     if 0 < len(lines) <= MAX_CLIENT_LINES:
         files[f"{stem}_clients.csv"] = _csv(lines)
     folder = table.path.parent / "results"
-    _write_files(folder, files, advice="make it writable, or copy the table file elsewhere")
+    old = [*copies.values(), f"{stem}_clients.csv"]
+    _write_files(folder, files, old, advice="make it writable, or copy the table file elsewhere")
     return [folder / name for name in files]
 
 

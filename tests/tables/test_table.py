@@ -203,6 +203,10 @@ def test_columns_are_run_seed_by_seed(two: Two, tmp_path: Path) -> None:
     path = tmp_path / "columns.yaml"
     path.write_text(COLUMNS_BY_ROWS)
     options = ["--rounds", "2", "--write-results"]
+    name = Table(path, two.settings, rounds=2).result_name
+    earlier = tmp_path / "results" / f"{name}_diagnostics.csv"
+    earlier.parent.mkdir()
+    earlier.touch()
     out = two.finish(tmp_path / "out", str(path), *two.settings, *options)
     names = ("fedavg, all", "fedavg, A half!", "local, A half!")
     assert re.findall(r"^cell (\d/6: \w+, .*? seed \d)", out, re.MULTILINE) == [
@@ -211,10 +215,10 @@ def test_columns_are_run_seed_by_seed(two: Two, tmp_path: Path) -> None:
     ]
     assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(two.settings)})\n" in out
     # a table with other settings has files of its own: claims are judged by those without
-    name = Table(path, two.settings, rounds=2).result_name
     assert re.fullmatch("columns-2rounds-[0-9a-f]{8}", name)
     results = tmp_path / "results" / f"{name}.csv"
     assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
+    assert not earlier.exists()
     rows = read_csv(results)
     assert [f"{row['label']}, {row['column']}" for row in rows] == list(names)
     assert rows[0]["title"].startswith("Two columns (shrunk: at most 2 rounds instead of 3; ")
