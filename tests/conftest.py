@@ -127,7 +127,7 @@ def forgetting_own_code() -> Iterator[None]:
     """Forget in the end what own files add inside the block."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
-    added, allowed, classes = dict(own_code._added), set(own_code._allowed), dict(own_code._classes)
+    added, allowed, classes = dict(own_code._added), dict(own_code._allowed), dict(own_code._classes)
     try:
         yield
     finally:
@@ -138,7 +138,8 @@ def forgetting_own_code() -> Iterator[None]:
         own_code._added.update(added)
         own_code._classes.clear()
         own_code._classes.update(classes)
-        own_code._allowed.intersection_update(allowed)
+        own_code._allowed.clear()
+        own_code._allowed.update(allowed)
         for name in set(sys.modules) - modules:
             if name.startswith(own_code.OWN_MODULE):
                 del sys.modules[name]

@@ -194,7 +194,29 @@ def test_a_run_whose_own_file_has_changed_is_neither_resumed_nor_reported(
     assert "is not the file of this configuration" in refused(capsys, *report)
     assert main([*command, "--fresh"]) == FINISHED
     file.unlink()
-    assert f"method.path={file}: No such file or directory; give a Python file" in refused(capsys, *report)
+    assert f"method.path={file}: No such file or directory; give its present place" in refused(
+        capsys, *report
+    )
+
+
+def test_a_run_keeps_its_own_files_and_is_read_and_resumed_without_those_that_it_names(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with forgetting_own_code():
+        assert main([*words(files), *TINY, "--out", str(run)]) == FINISHED
+    kept = [run / "own_code" / key.rpartition(".")[0] / files[key].name for key in KEYS]
+    assert [file.read_text() for file in kept] == [*FILES.values()]
+    for file in files.values():
+        file.unlink()
+    with forgetting_own_code():
+        with pytest.raises(UserError, match="give its present place by --own-code FILE"):
+            load_run(run)
+        loaded = load_run(run, own_code=kept)
+        assert loaded.config.method.name == "my_method"
+        own = [f"--own-code={file}" for file in kept]
+        assert main([str(run / "config.yaml"), "train.rounds=3", *own, "--out", str(run)]) == FINISHED
+    assert sorted(file for file in run.glob("own_code/**/*") if file.is_file()) == sorted(kept)
 
 
 def test_versions_of_a_method_are_compared_also_when_hpcfl_has_its_name(

@@ -198,13 +198,13 @@ def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name")
                 "or look at the report.html that it wrote"
             )
         return {}
-    own, code = registry.add_own(str(path), given.pop("code", None))
+    own, file = registry.add_own(str(path), given.pop("code", None))
     if recorded_name(str(given.get(name_key, own))) != recorded_name(own):
         raise UserError(
             f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, which is {own}; drop one"
         )
     given[name_key] = own
-    return {path_key: str(Path(str(path)).resolve()), "code": code}
+    return {path_key: str(file.path.resolve()), "code": file.code}
 
 
 def _check_names(

@@ -25,6 +25,9 @@ from hpcfl.errors import DifferentTensorsError, UserError, one_line
 OWN_MODULE = "hpcfl_own_"
 """Prefix of the module names of such files."""
 
+OWN_CODE_FOLDER = "own_code"
+"""Where a run folder keeps the text of such files."""
+
 OF_PYTHON = "dataset-"
 """How the names of sources begin that `hpcfl.run` makes."""
 
@@ -34,8 +37,8 @@ RESERVED_OPTIONS = ("name", "path", "code")
 _added: dict[tuple[str, str], Path] = {}
 """The file that has added a name, by its key and this name."""
 
-_allowed: set[bytes] = set()
-"""Texts of the files that may run."""
+_allowed: dict[str, tuple[str, bytes]] = {}
+"""Path and text of each file that may run, by the digest of the text."""
 
 _classes: dict[tuple[str, str], str] = {}
 """The digest of a class given to `hpcfl.run`, by the key of files of its kind and its name."""
@@ -242,7 +245,8 @@ def allow(key: str, path: str) -> None:
     Raises:
         UserError: there is no such file.
     """
-    _allowed.add(_read(key, path))
+    source = _read(key, path)
+    _allowed[digest(source)] = path, source
 
 
 def allow_files(paths: str | Path | Sequence[str | Path]) -> None:
@@ -251,31 +255,42 @@ def allow_files(paths: str | Path | Sequence[str | Path]) -> None:
         allow("own_code", str(path))
 
 
-def _read(key: str, path: str) -> bytes:
+def text_of(code: str) -> bytes | None:
+    """Return the text with this digest, if it is that of a file that may run."""
+    return _allowed[code][1] if code in _allowed else None
+
+
+def _read(key: str, path: str, advice: str = "give a Python file") -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{key}={path}: {reason}; give a Python file") from error
+        raise UserError(f"{key}={path}: {reason}; {advice}") from error
 
 
 def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
     """Run a file, once in a process for each version of its text.
 
+    `expected` is the digest that a run has recorded: the user may have named this file by another path.
+
     Raises:
         UserError: there is no such file, its digest is not the expected one, it is not allowed to run, or it
             does not run.
     """
+    if expected in _allowed:
+        path, _ = _allowed[expected]
     place = f"{key}={path}"
-    source = _read(key, path)
+    advice = "give a Python file" if expected is None else "give its present place by --own-code FILE"
+    source = _read(key, path, advice)
     code = digest(source)
     if expected not in (None, code):
         group = key.rpartition(".")[0]
         raise UserError(
-            f"{place} is not the file of this configuration: its code is {code}, not {expected}; bring that "
-            f"version back, or delete the key {group}.code to run the file as it is now"
+            f"{place} is not the file of this configuration: its code is {code}, not {expected}; name that "
+            f"version with --own-code FILE (a run folder keeps it in {OWN_CODE_FOLDER}/), or delete the key "
+            f"{group}.code to run the file as it is now"
         )
-    if source not in _allowed:
+    if code not in _allowed:
         raise UserError(
             f"{place}: refused to run this Python file, which your command does not name; read it, then add "
             f"--own-code {shlex.quote(path)} (in Python: own_code=...)"

@@ -34,11 +34,11 @@ class Registry:
         assert self.options is not None
         return self.options(self.known[name])
 
-    def add_own(self, path: str, expected: str | None = None) -> tuple[str, str]:
+    def add_own(self, path: str, expected: str | None = None) -> tuple[str, OwnFile]:
         """Add what a file defines, a class under its `name`, another object under the file's.
 
         `expected` is the digest that a run has recorded. Returns the name (see `OwnFile.add_to`) and the
-        digest of the file.
+        file.
 
         Raises UserError where there is no such file, its digest is not the expected one, it does not run, or
         it does not define one object of this kind with a name and keys of its own.
@@ -48,7 +48,7 @@ class Registry:
         if self.options is not None:
             check_options(file.place, self.own_key.rpartition(".")[0], self.options(found), self.base)
         name = vars(found)["name"] if isinstance(found, type) else file.path.stem
-        return file.add_to(self.known, name, found, is_recorded=expected is not None), file.code
+        return file.add_to(self.known, name, found, is_recorded=expected is not None), file
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcfl.config.keys import ENVIRONMENT, Config, digest_key, flatten
 from hpcfl.config.load import differences
+from hpcfl.config.own_code import OWN_CODE_FOLDER, text_of
 from hpcfl.config.yaml_text import yaml_of
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.parameters import ParameterLayout
@@ -207,7 +208,19 @@ class RunFolder:
         path = self.path / "config.yaml"
         if record is None and self.store.exists:
             LOG.warning(f"{path} is {'damaged' if path.is_file() else 'missing'}, and is written again")
+        self._keep_own_code()
         replace_file(path, self.config.yaml() + yaml_of({ENVIRONMENT: environment}))
+
+    def _keep_own_code(self) -> None:
+        """Write the texts of the user's own files, without which the run cannot be read."""
+        for named, code in self.config.own_code.items():
+            key, _, file = named.partition("=")
+            # a class given to hpcfl.run has no text
+            if (text := text_of(code)) is not None:
+                folder = self.path / OWN_CODE_FOLDER / key.rpartition(".")[0]
+                folder.mkdir(parents=True, exist_ok=True)
+                # a method without a name has its file's
+                replace_file(folder / Path(file).name, text)
 
     def _check_checkpoint(self, layout: ParameterLayout, data: DataRecord | None) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
