@@ -126,10 +126,12 @@ class DataConfig(Settings):
     alphabetical order; with `data.unseen_clients`, before these get the last numbers), and the partition
     divides each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
-    """Samples of a client, all splits together; default: the most that is equal for all."""
+    """Samples of a client, all splits together; default: the most that is equal for all. Partitions that draw
+    the sizes (`dirichlet`, `mixture` and others) refuse it: use `data.subset_fraction` for a small trial."""
     test_fraction: float = Field(0.3, gt=0, lt=1)
-    """Share of a client's samples for testing, rounded; a partition by classes rounds for each class of a
-    client. With `data.partition.name=given` without effect where the source has a split of its own."""
+    """Share of a client's samples for testing; the number for training is rounded, halves up. A partition by
+    classes rounds for each class of a client. With `data.partition.name=given` without effect where the
+    source has a split of its own."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of a client's training samples cut off for validation."""
     subset_per_class: int | None = Field(None, ge=1)

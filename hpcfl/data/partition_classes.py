@@ -24,6 +24,7 @@ from hpcfl.data.partition_request import (
     check_too_many_classes,
     least_samples,
     round_half_up,
+    warn_of_unused,
 )
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
@@ -134,6 +135,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
         amount for amount in (near + 1, near, near - 1) if (counts(amount).sum(axis=0) <= sizes).all()
     )
     if per_client is None:
+        warn_of_unused(counts(largest), request)
         return counts(largest)
     check_too_large(per_client, client_size(largest))
     near = int(per_client / (num_dominant * options.ratio + num_classes - num_dominant))
@@ -310,4 +312,6 @@ def _equal_amounts(owned: BoolArray, request: Request, multiple_of: str) -> IntA
                 f"data.per_client={request.per_client}: must be a multiple of {multiple_of}, "
                 f"at most {largest}"
             )
-    return owned * np.int64(amount)
+    counts = owned * np.int64(amount)
+    warn_of_unused(counts, request)
+    return counts

@@ -45,7 +45,7 @@ class DirichletOptions(PartitionOptions):
     beta: float = Field(0.5, gt=0, allow_inf_nan=False)
     """Concentration of the draw (MOON: 0.5): the smaller, the fewer classes a client has."""
     min_samples: int = Field(10, ge=1)
-    """Samples of the smallest client allowed (MOON: 10)."""
+    """Samples of the smallest client allowed (MOON: 10); clients are drawn anew until all have them."""
 
 
 class DirichletPfllibOptions(PartitionOptions):

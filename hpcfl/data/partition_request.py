@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from hpcfl.config.keys import PartitionOptions as PartitionOptions
 from hpcfl.errors import UserError
+
+LOG = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -91,6 +94,19 @@ def check_too_large(per_client: int, largest: int) -> None:
         raise UserError(
             f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients; lower "
             "it, or set data.per_client=null for the most"
+        )
+
+
+def warn_of_unused(counts: IntArray, request: Request) -> None:
+    """Warn where a scarce class lets equal clients use less than half of the samples of their classes."""
+    sizes = np.where(counts.any(axis=0), request.sizes, 0)
+    scarce = int(np.argmin(np.where(sizes > 0, sizes, sizes.max() + 1)))
+    is_scarce = 2 * sizes[scarce] < sizes[sizes > 0].mean()
+    if request.per_client is None and is_scarce and 2 * counts.sum() < sizes.sum():
+        LOG.warning(
+            f"{counts.sum()} of {sizes.sum()} samples are used: clients have equally many of each of their "
+            f"classes, and class {scarce} has {sizes[scarce]}; data.partition.name=dirichlet, "
+            "random_classes or iid uses all"
         )
 
 

@@ -205,7 +205,10 @@ def count_classes(y: IntArray, samples: Sequence[IntArray], num_classes: int) ->
 
 
 _SPLIT = "change data.test_fraction or data.val_fraction"
-_GIVE_MORE = f"raise data.per_client or lower data.clients, or {_SPLIT}"
+_GIVE_MORE = (
+    "raise data.per_client (null is the most), lower data.clients, choose another data.partition.name, or "
+    f"{_SPLIT}"
+)
 _RAISE_SMALLEST = f"raise data.partition.min_samples or data.partition.beta, or {_SPLIT}"
 _FEWER_CLIENTS = f"lower data.clients, or {_SPLIT}"
 
@@ -239,8 +242,8 @@ PARTITIONS: dict[str, Partition] = {
         _GIVE_MORE,
     ),
     "dirichlet": Partition(
-        "each class is cut by Dirichlet(beta) over the clients, of unequal sizes (MOON, pFedMB: the same "
-        "proportions in train, val and test)",
+        "each class is cut by Dirichlet(beta) over the clients that hold less than the mean so far, of "
+        "unequal sizes (MOON, pFedMB: the same proportions in train, val and test)",
         partition_draws.DirichletOptions,
         partition_draws.dirichlet_counts,
         True,

@@ -136,10 +136,18 @@ def test_classes_takes_the_largest_equal_amount_by_default() -> None:
     assert table.sum(axis=0).tolist() == [600] * 10
 
 
-def test_classes_counts_the_demand_for_the_smallest_class() -> None:
+def test_classes_counts_the_demand_for_the_smallest_class(caplog: pytest.LogCaptureFixture) -> None:
     y = np.repeat([0, 1, 2], [10, 40, 40])
     table = table_of("classes", {"classes_per_client": 2}, y=y, num_classes=3, clients=3)
     assert sorted(table.ravel()) == [0] * 3 + [5] * 6
+    assert "30 of 90 samples are used" in caplog.text
+    assert "class 0 has 10" in caplog.text
+    caplog.clear()
+    # the amount was asked for, or no class is scarce
+    table_of("classes", {"classes_per_client": 2}, y=y, num_classes=3, clients=3, per_client=4)
+    table_of("dominant")
+    table_of("neighbours", clients=8)
+    assert caplog.text == ""
 
 
 def test_classes_accepts_a_size_of_clients_and_rounds_halves_up() -> None:
