@@ -58,8 +58,8 @@ class FedAFKParams(Params):
     coefficient: float = Field(0.5, ge=0, le=1)
     """First a_i (paper: 0.5); 1 is the local extractor alone, 0 the global one."""
     coefficient_lr: float = Field(0.001, ge=0)
-    """Learning rate of a_i (the paper names none; of 0, 0.001 and 0.01, 0.001 was best on validation
-    samples); 0 keeps it as it is."""
+    """Learning rate of a_i, with the run's `train.lr_decay` (the paper names none; of 0, 0.001 and 0.01,
+    0.001 was best on validation samples); 0 keeps it as it is."""
     coefficient_pull: float = Field(0.0, ge=0)
     """Strength rho of a pull of a_i towards its first value (differs from eq. 6); 0 is eq. 6."""
     transfer: float = Field(0.1, ge=0)

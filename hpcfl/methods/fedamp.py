@@ -6,7 +6,8 @@
 with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or in the heuristic variant
 (HeurFedAMP, `method.weights=cosine`) xi_ij proportional to exp(sigma cos(theta_i, theta_j)).
 
-Choices: squared distances are divided by their mean over all pairs of clients that have uploaded.
+Choices: squared distances are divided by their mean over all pairs of clients that have uploaded (if there
+is one).
 `method.scale=none` leaves them as they are; with the distances of a whole network A' is then soon 0, and
 FedAMP becomes local training. For an unsampled client, theta_j is its last upload; a client that never
 uploaded is not a neighbour of any client (the paper has full participation, PFLlib uses the uploads of one

@@ -20,6 +20,8 @@ Differs from the paper, each with the option for the printed rule where there is
                (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
   dropout      blocks have none. The paper's have, at a rate that it does not give (section IV-B;
                `method.dropout=0.5` is PyTorch's default)
+  pretraining  there is none. The paper's encoders are pretrained by FedAvg, for a number of rounds that it
+               does not give (section IV-B; `method.pretrain_rounds`)
 
 Choices the paper leaves open:
   start        projections and blocks that end in ReLU are drawn for it (He et al., 2015), the last layer's
@@ -39,9 +41,9 @@ Choices the paper leaves open:
   dead ends    a path from a block without input is closed; if no path to the next layer is open, the most
                likely one is opened
   activation   encoders and blocks end in ReLU, the last layer's in logits
-  embedding    128 numbers of the image, 64 of the label, concatenated
+  embedding    128 numbers of the image, 64 of the label (its one-hot vector less 1 / classes), concatenated
   temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1)), of the rounds after the pretraining
-  pretraining  the first `method.pretrain_rounds` rounds train the first encoder and a classifier by FedAvg;
+  pretrained   the first `method.pretrain_rounds` rounds train the first encoder and a classifier by FedAvg;
                they count as rounds and bytes of the run. Then the other encoders and the router copy the
                body of the first encoder. The other encoders keep their initial projections, because equal
                copies would compute the same outputs for ever
@@ -118,8 +120,8 @@ class FedMNParams(Params):
     """Outputs of an encoder, then of a block in each layer but the last. Default: 512, then 256 each (as in
     the authors' code); if the body has F < 512 features, F, then F / 2 each."""
     routing: Routing = "straight"
-    """Decisions: `straight` has hard ones, trained straight-through; `soft` has soft ones, so all blocks
-    travel; `open` opens all paths."""
+    """Decisions: `straight` has hard ones, trained straight-through; `soft` has soft ones, v_i, so all blocks
+    travel (evaluated with e = 1/2 and the last round's temperature); `open` opens all paths."""
     aggregation: Literal["normalised", "sum"] = "normalised"
     """Mean of a block's weights: `normalised` weighs the clients where the block was active by n_i; `sum` is
     the paper's, with weights n_i a_i / n, which shrinks rarely used blocks."""

@@ -21,10 +21,10 @@ Differs from the paper:
                of c: after hundreds of rounds every layer has one-hot weights (`method.optimiser=sgd` is the
                printed rule)
   first time   when a client takes part for the first time, its own model is still the initial one, and its
-               products favour whoever has trained. Its hypernetwork waits for the second time: with
-               participation below 1 and large steps, layers would settle on other clients' models. With
-               participation 1 and common initial models, these products are equal and move nothing. With
-               `method.optimiser=adam` the wait counts as a step with gradient 0
+               products favour whoever has trained. Its hypernetwork waits for the second time, with any
+               `method.optimiser`: with participation below 1 and large steps, layers would settle on other
+               clients' models. With participation 1 and common initial models, these products are equal and
+               move nothing. With `method.optimiser=adam` the wait counts as a step with gradient 0
 
 Choices the paper leaves open:
   sign         Delta points downhill, so the hypernetwork moves along it; a test shows that the loss falls

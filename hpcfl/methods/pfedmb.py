@@ -8,7 +8,7 @@
 All branches go down and up. The client keeps alpha_i and uploads its values; the server sends no alpha back.
 Branches are mixed before the forward pass: with g = dL/dW_l, dL/dW_{b,l} = alpha_{b,l} g and
 dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary backward pass for any B. With B = 1 the method
-equals FedAvg bit for bit; with alpha fixed at 1/B it is FedAvg for any B.
+equals FedAvg bit for bit; with alpha fixed at 1/B and the default step it is FedAvg for any B.
 
 Differs from the paper:
   step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2, so a client's mixture moves as FedAvg's model
@@ -33,7 +33,8 @@ Choices the paper leaves open:
   no client    a branch to which no client of the cohort gives weight keeps its value
   alpha's step  `method.alpha_lr`, without momentum or weight decay
   fine-tuning  `train.finetune_epochs` trains alpha, then the branches; `method.finetune=weights` keeps alpha
-  evaluated    the mixed model with the newest branches and the client's own alpha
+  evaluated    the mixed model with the newest branches and the client's own alpha (Algorithm 1); the paper's
+               accuracies are those after E epochs of fine-tuning (`train.finetune_epochs`)
   unseen       a client that takes no part in training learns alpha alone (eq. 3)
 """
 
@@ -64,7 +65,8 @@ class PFedMBParams(Params):
     branches: int = Field(5, ge=1)
     """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
     alpha_lr: float = Field(1.0, ge=0)
-    """Learning rate of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
+    """Learning rate of alpha (of its logits with softmax), with the run's `train.lr_decay` (the paper tunes
+    it); 0 keeps all weights at 1/B."""
     step: Literal["mixture", "branch"] = "mixture"
     """Whether the client's mixture, or each branch as in eq. 4, moves by `train.lr` times its gradient; the
     paper is `branch`."""

@@ -43,7 +43,8 @@ class PFedMeParams(Params):
     steps: int = Field(5, ge=0)
     """Inner steps K on one mini-batch (authors: 5); with 0 nothing ever moves."""
     personal_lr: float = Field(0.05, gt=0)
-    """Learning rate lr_p of theta_i (authors: 0.09 and 0.1); lr_p lambda above 2 diverges."""
+    """Learning rate lr_p of theta_i (authors: 0.09 and 0.1), with the run's `train.lr_decay`; lr_p lambda
+    above 2 diverges."""
     beta: float = Field(1.0, gt=0)
     """Server's step (authors: 1 and 2); 1 is the mean of w_i."""
 
