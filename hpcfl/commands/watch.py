@@ -106,7 +106,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
         yield "accuracy", "no evaluation yet"
     if status.state not in ENDED:
         yield "time left", left
-    elif status.state != "finished":
+    elif status.state != "finished" and not _has_diverged(run, status):
         yield "resume with", printable(str(run.environment.get("command", "the same command")))
     for number, line in enumerate(run.log[-LOG_LINES:]):
         yield "" if number else "log", line
@@ -120,7 +120,8 @@ def _lines(runs: Sequence[tuple[str, Run]], encoding: str, width: int) -> str:
         done, left = _progress(run, status)
         known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
-        rows.append([name, status.state, f"{done}/{run.rounds}", *known, drawn, left])
+        state = "diverged" if _has_diverged(run, status) else status.state
+        rows.append([name, state, f"{done}/{run.rounds}", *known, drawn, left])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # names of runs are shortened if the terminal is narrow
     left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))
@@ -135,8 +136,15 @@ def _configuration(run: Run) -> str:
     return f"{method} on {source}, {clients} clients, {partition} partition, {model}, seed {seed}"
 
 
+def _has_diverged(run: Run, status: Status) -> bool:
+    """Return whether the last line of log.txt is the error of nan or infinite numbers: a rerun repeats it."""
+    return status.state == "stopped" and any(" error: " in line for line in run.log[-1:])
+
+
 def _state(run: Run, status: Status) -> str:
     ago = f"last change {clock(max(0, time.time() - status.changed_s))} ago"
+    if _has_diverged(run, status):
+        return f"diverged, see the log; {ago}"
     owner = status.owner or "a process"
     return {
         "finished": "finished" if run.done == run.rounds else "finished early, by train.patience",

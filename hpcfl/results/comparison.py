@@ -156,8 +156,9 @@ def compare(*runs: Run) -> Comparison:
             if changed := differences(sample_keys(first), sample_keys(other)):
                 raise UserError(
                     f"{first.path} and {other.path} cannot be compared: their clients have other samples "
-                    f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
-                    "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
+                    f"({'; '.join(changed)}); compare runs that agree on these keys, as those of one "
+                    "column's folder of a table, each configuration with the same seeds, such as A-s1 B-s1 "
+                    "A-s2 B-s2"
                 )
             if len(samples := samples_of(first, other)) > 1:
                 raise UserError(

@@ -191,6 +191,19 @@ def test_watch_shows_the_runs_in_a_folder_of_runs(finished: Path, watched: Watch
     assert figures(watched(tmp_path / "half"))["run"] == str(tmp_path / "half" / "a-s0")
 
 
+def test_a_diverged_run_is_not_resumed(finished: Path, watched: Watched, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "clients.csv").unlink()
+    assert "resume with" in watched(folder)
+    with (folder / "log.txt").open("a") as log:
+        log.write("2026-01-02 03:04:05 error: client 3 diverged in round 3\n")
+    shown = watched(folder)
+    assert figures(shown)["state"].startswith("diverged, see the log; ")
+    assert "resume with" not in shown
+    assert watched(folder, finished).splitlines()[1].split()[:2] == ["run", "diverged"]
+
+
 def test_a_run_may_have_no_evaluation_yet(finished: Path, watched: Watched, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -63,7 +63,8 @@ def overview() -> str:
         "`scored`: when in a round the model is scored that `accuracy_mean` reports, as in the method's\n"
         "paper ([all moments](../concepts.md#which-model-is-scored-and-when)). The four columns of\n"
         "numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a client receives and\n"
-        "sends in a small run on the digits, with the settings on the method's page. `round` and\n"
+        "sends in a small run of `digits_cnn` with BatchNorm and the settings on the method's page;\n"
+        "other networks have other ratios. `round` and\n"
         "`evaluation`: time of a round of one local epoch, and of an evaluation, on one core\n"
         "(`hpcfl bench --parts methods`).\n\n"
         + markdown(
@@ -202,7 +203,7 @@ def sends(name: str) -> str:
     """Return how much a method sends."""
     ways = traffic(name)
     return (
-        f"In a small run on the digits{with_settings(name)}, a client receives "
+        f"In a small run of `digits_cnn` with BatchNorm{with_settings(name)}, a client receives "
         f"{ways[0]:.2f} times and sends {ways[1]:.2f} times\n"
         "the model parameters that it does with `fedavg`. `bytes.csv` of a run has the bytes by round,\n"
         "direction and layer."
