@@ -18,7 +18,9 @@ Choices:
                averaged as before
   idle layers  a layer that no client of the round sent, such as a module of FedMN or the model of an empty
                cluster of IFCA, has a Delta of 0: it stays, with its m and v. (FedMN's printed sum,
-               `method.aggregation=sum`, gives such a module a mean of 0, and so a Delta of -x)
+               `method.aggregation=sum`, gives such a module a mean of 0, and so a Delta of -x.) A layer
+               that comes back unchanged stays, too, as from the only client of a round with `fedlc` if it
+               has one class; in the papers it moves by its m
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     to evaluate, each client trains a copy of (phi, h_0) for `train.finetune_epochs` and throws it away
 
 Choices: h_0 is the common initial head, which every rank draws from the run's seed, so it never travels.
-Momentum and weight decay do not act on h_0. The weights of the mean are training-set sizes (the authors use
-uniform weights). BatchNorm keeps running statistics, which are averaged like parameters (the authors' network
-keeps none). The default of five epochs of fine-tuning is the authors'; `fedavg_ft` has one, so a comparison
-should set the same `train.finetune_epochs` for all methods. Few steps of it can lower the accuracy, while the
-head is still near h_0; `method.finetune=body` keeps h_0, with which the body was trained. The accuracy after
-a download is that before fine-tuning, which the paper calls initial accuracy. A client that takes no part in
-training is fine-tuned in the same way, for `train.unseen_epochs`.
+Momentum and weight decay do not act on h_0. The weights of the mean are training-set sizes (the authors' code
+has uniform ones). BatchNorm keeps running statistics, which are averaged like parameters (the authors'
+network keeps none). The default of five epochs of fine-tuning is the authors'; `fedavg_ft` has one, so a
+comparison should set the same `train.finetune_epochs` for all methods. Few steps of it can lower the
+accuracy, while the head is still near h_0; `method.finetune=body` keeps h_0, with which the body was trained.
+The accuracy after a download is that before fine-tuning, which the paper calls initial accuracy. A client
+that takes no part in training is fine-tuned in the same way, for `train.unseen_epochs`.
 """
 
 from __future__ import annotations

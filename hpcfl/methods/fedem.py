@@ -20,7 +20,8 @@ the others are independent draws (equal components would stay equal). Each compo
 statistics. q sums to 1 over the components, and the loss is a mean over the mini-batch, so a step of one
 component is about lr / M. Hence `train.lr` is not comparable with other methods, and its default is three
 times the general default (digits, one local epoch, 30 rounds, one seed: 90 % accuracy, and 76 % with 0.05).
-One mini-batch costs M gradients. With M = 1 the method equals FedAvg bit for bit.
+One mini-batch costs M gradients. `train.finetune_epochs` trains the components on q, and leaves pi_i as it
+is. With M = 1 the method equals FedAvg bit for bit.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 Choices: w is the received model, unchanged while the client trains; the pull covers parameters, not running
 statistics; every client does all its epochs (the paper's inexact solutions, gamma, are not simulated).
+By default cohorts are drawn uniformly; the weights of the mean are training-set sizes (in the paper, cohorts
+are drawn by these sizes, and the mean is plain).
 mu = 0 is FedAvg to the bit.
 """
 

@@ -15,11 +15,12 @@ on mini-batches of the client's training data, never of its test data; it is dis
 
 Choices: beta is `train.lr` and decays with it; alpha stays as it is. A, B and C each pass through the
 training data in an order of their own; a local epoch is one pass of B. The weights of the mean are
-training-set sizes. Running statistics are those of g(u; B). Momentum and weight decay of `train.*` act on w,
-in training and in the adaptation before an evaluation; they do not act on u. The model after a download is
-the adapted w; the model after local training is the client's new w without adaptation.
-`train.finetune_epochs` replaces the adaptation by whole epochs with learning rate alpha. With alpha = 0 the
-method equals FedAvg on B bit for bit.
+training-set sizes (the paper uses uniform weights). Running statistics are those of g(u; B); the adaptation
+before an evaluation leaves them as they are. Momentum and weight decay of `train.*` act on w, in training and
+in the adaptation; they do not act on u. The model after a download is the adapted w; the model after local
+training is the client's new w without adaptation. `train.finetune_epochs` replaces the adaptation by whole
+epochs with learning rate alpha, which update the running statistics. With alpha = 0 the method equals FedAvg
+on B bit for bit.
 A client that takes no part in training adapts in the same way: the paper trains w for any such client.
 """
 
@@ -52,7 +53,8 @@ class PerFedAvgParams(Params):
     alpha: float = Field(0.01, ge=0)
     """Learning rate of the adaptation (paper: 0.01); 0 is FedAvg."""
     delta: float = Field(0.001, gt=0)
-    """How far from w `hessian_free` takes its differences; too small drowns them in rounding."""
+    """How far from w `hessian_free` takes its differences; the smaller, the noisier they are, because of
+    rounding and of the kinks of ReLU."""
     adaptation_steps: int = Field(1, ge=0)
     """Steps before an evaluation (paper: 1); 0 scores w itself."""
 

@@ -10,11 +10,12 @@ With lr lambda = 1, w_i is at theta_i after each step; it is beyond theta_i with
 
 Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`. theta_i starts each round at
 w and continues from one mini-batch to the next. There is no extra weight decay (the authors' code adds
-0.001). Momentum and weight decay of `train.*` act on theta_i. Only sampled clients train. The weights of the
-mean are training-set sizes (the paper uses uniform weights). The evaluated model is theta_i with its own
-running statistics (public code evaluates w_i, because of an aliased tensor). `train.finetune_epochs` adapts
-theta_i with the learning rate lr_p and without the pull. One mini-batch costs K gradients. A client that
-takes no part in training has the theta_i of one round (not in the paper).
+0.001). Momentum and weight decay of `train.*` act on theta_i. lr_p decays as `train.lr` does. Only sampled
+clients train (in the paper all clients train, and the sampled ones send w_i). The weights of the mean are
+training-set sizes (the paper uses uniform weights). The evaluated model is theta_i with its own running
+statistics (public code evaluates w_i, because of an aliased tensor). `train.finetune_epochs` adapts theta_i
+with the learning rate lr_p and without the pull. One mini-batch costs K gradients. A client that takes no
+part in training has the theta_i of one round (not in the paper).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ gradients. w and c go down; what goes up are y_i and the change of c_i.
 Choices: the means of models and of control variates have the same weights p_i. Whatever the weights of the
 models, corrected steps converge where c = 0, which is a stationary point of sum_i p_i L_i; with weights by
 samples, this is the objective of the other methods. With momentum, Adam or clipping, (w - y_i) / (K lr) would
-not be a mean gradient, so these are refused. Weight decay counts as part of the gradient. The evaluated model
-is w. The codecs float16 and int8 round the change of c_i on its way, so that c differs from the sum of the
-c_i by what they left out. In the first round, where c = c_i = 0, the method with weights by samples equals
-FedAvg bit for bit.
+not be a mean gradient, so these are refused. Weight decay counts as part of the gradient. Running statistics
+are averaged by samples, with either weights. The evaluated model is w. The codecs float16 and int8 round the
+change of c_i on its way, so that c differs from the sum of the c_i by what they left out. In the first round,
+where c = c_i = 0, the method with weights by samples and lr_g = 1 equals FedAvg bit for bit.
 """
 
 from __future__ import annotations
