@@ -145,9 +145,7 @@ def parser() -> Parser:
         action="store_true",
         help="also write CSV and PNG in results/ beside TABLE.yaml",
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="start cells over that cannot resume, as with other settings"
-    )
+    parser.add_argument("--fresh", action="store_true", help="start cells over that cannot resume")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
     return parser

@@ -13,7 +13,7 @@ from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
 
 Columns = dict[str, np.ndarray]
-"""Columns of a CSV file: float64, or text."""
+"""Columns of a CSV file: float64, int64 (rounds, numbers of clients and classes) or text."""
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
@@ -102,7 +102,10 @@ def read_columns(path: Path) -> Columns:
             rows.append([_value(name, cell) for name, cell in zip(header, row, strict=True)])
     except (csv.Error, ValueError) as error:
         raise damaged(path, max(1, lines.line_num)) from error
-    return {name: np.array(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}
+    return {
+        name: np.array(values, np.int64 if name in _WHOLE else None)
+        for name, values in zip(header, zip(*rows, strict=True), strict=False)
+    }
 
 
 def damaged(path: Path, line: int) -> UserError:
