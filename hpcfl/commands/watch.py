@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -138,7 +139,7 @@ def _configuration(run: Run) -> str:
 
 def _has_diverged(run: Run, status: Status) -> bool:
     """Return whether the last line of log.txt is the error of nan or infinite numbers: a rerun repeats it."""
-    return status.state == "stopped" and any(" error: " in line for line in run.log[-1:])
+    return status.state == "stopped" and any(re.match(r"\S+ \S+ error: ", line) for line in run.log[-1:])
 
 
 def _state(run: Run, status: Status) -> str:

@@ -213,12 +213,15 @@ class RunFolder:
 
     def _keep_own_code(self) -> None:
         """Write the texts of the user's own files, without which the run cannot be read."""
+        kept = self.path / OWN_CODE_FOLDER
         for named, code in self.config.own_code.items():
             key, _, file = named.partition("=")
             # a class given to hpcfl.run has no text
             if (text := text_of(code)) is not None:
-                folder = self.path / OWN_CODE_FOLDER / key.rpartition(".")[0]
-                folder.mkdir(parents=True, exist_ok=True)
+                kept.mkdir(exist_ok=True)
+                _check_links(kept)
+                folder = kept / key.rpartition(".")[0]
+                folder.mkdir(exist_ok=True)
                 # a method without a name has its file's
                 replace_file(folder / Path(file).name, text)
 

@@ -531,6 +531,18 @@ def test_a_run_s_own_code_is_executed_only_if_the_user_names_it(
     assert main(["report", str(run), "--own-code", str(own)]) == FINISHED
 
 
+def test_the_text_of_own_code_is_not_written_through_a_link(
+    with_own_code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mine = with_own_code, tmp_path / "mine"
+    mine.mkdir()
+    shutil.rmtree(run / "own_code" / "method")
+    (run / "own_code" / "method").symlink_to(mine)
+    words = ["--quiet", run / "config.yaml", "train.rounds=3", "--own-code", run / "own.py", "--out", run]
+    assert f"{run / 'own_code' / 'method'} is a link, a pipe or a device" in refused(capsys, *words)
+    assert not list(mine.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "fresh"), [(".lock", []), ("checkpoint.tmp.h5", []), ("notes.txt", []), ("log.txt", ["--fresh"])]
 )
