@@ -82,12 +82,15 @@ def _print_plan(config: Config, ranks: int, options: Namespace) -> None:
     check_chain(method, 1 if options.ranks is None else ranks - 1)
     if reason := too_large(method):
         raise UserError(reason)
+    most = _most_ranks(method)
+    if options.ranks is not None and ranks > most:
+        LOG.warning(f"--ranks {ranks}: only {most} have work, rank 0 and {most - 1} workers")
     if options.no_timing:
         return
     if reason := lacks_memory(method, of_server):
         raise UserError(f"no times and no memory: {reason}; type the same on a larger one")
     if options.ranks is None:
-        ranks = min(ranks, _most_ranks(method))
+        ranks = min(ranks, most)
     found = dry_run(config, arrays, parts)
     if found.has_diverged:
         LOG.warning(
@@ -102,7 +105,7 @@ def _print_plan(config: Config, ranks: int, options: Namespace) -> None:
     header = SlurmHeader(name, config.run.threads, estimate, nodes, on_gpu, options.time)
     lines = [
         _measured(config.run, found),
-        *_times(_most_ranks(method), planner, estimate),
+        *_times(most, planner, estimate),
         _memory(estimate),
         _disk(planner),
         *_bytes(planner, found.chooses_layers, config),

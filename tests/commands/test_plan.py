@@ -200,6 +200,8 @@ def test_bytes_of_fedavg_and_the_head_of_a_script_are_right(capsys: pytest.Captu
     a_round = 3 * 4 * DIGITS_CNN
     assert f"network: {a_round:,} bytes down and {a_round:,} up a round, " in text
     assert f"{10 * a_round:,} and {10 * a_round:,} in all, as metrics.csv counts them" in text
+    assert main(["plan", *words, "--no-timing", "--ranks", "5"]) == FINISHED
+    assert "--ranks 5: only 4 have work, rank 0 and 3 workers" in capsys.readouterr().err
     lossy = printed_plan(capsys, *words, *more, "clients.drop_rate=0.5")
     assert f"network: without lost clients {a_round:,} bytes down" in lossy
     # three clients of a round keep three workers busy
