@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -51,6 +52,7 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
             raise TypeError(
                 f"{kind.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
             )
+    _check_arguments(kind, base)
     own_name = vars(kind).get("name", kind.__name__)
     if not isinstance(own_name, str) or not re.fullmatch(r"[\w.+-]+", own_name):
         raise TypeError(f"{kind.__name__}.name cannot be {own_name!r}; allowed: letters, digits and _ . + -")
@@ -77,6 +79,21 @@ def check_class(kind: type[Any], base: type[Any]) -> None:
     names = [diagnostic.name for diagnostic in kind.diagnostics]
     if len(names) > len(set(names)):
         raise TypeError(f"{kind.__name__} has two diagnostics of one name: {', '.join(names)}")
+
+
+def _check_arguments(kind: type[Any], base: type[Any]) -> None:
+    """Raise TypeError for a hook that does not take the arguments that it is called with."""
+    for name, own in vars(kind).items():
+        hook = getattr(base, name, None)
+        if name[0] == "_" or not (inspect.isfunction(own) and inspect.isfunction(hook)):
+            continue
+        parameters = inspect.signature(hook).parameters
+        try:
+            inspect.signature(own).bind(*parameters)
+        except TypeError:
+            raise TypeError(
+                f"{kind.__name__}.{name} does not take ({', '.join(parameters)}), with which it is called"
+            ) from None
 
 
 def _check_traits(kind: type[Any]) -> None:

@@ -607,6 +607,7 @@ ALPHA = Diagnostic("alpha", ("client",), "", "")
         (FedEM, "predict", FedAvg.predict, "predicts_by=module needs both predict and as_module, from the"),
         (FedAvg, "traits", FedAvg.traits.replace(predicts_by="rule"), "predicts_by=rule needs predict of"),
         (FedAvg, "trian", FedAvg.train, r"Mistaken\.trian is not a hook; did you mean train\? If not, name"),
+        (FedAvg, "train", lambda self, clients: clients, r"train does not take \(self, clients, down\)"),
         (FedAvg, "diagnostic", (), r"Mistaken\.diagnostic is not a hook; did you mean diagnostics\?"),
         (FedAvg, "local_gradient", None, r"Mistaken\.local_gradient is not a hook; did you mean finetune"),
         (FedAvg, "client_request", FedAvg.train, "client_request is never called; derive the class from Two"),
